@@ -180,6 +180,17 @@ class Scaling(StrEnum):
     """Given, one for the tensor, with a zero point."""
 
 
+class Nonfinite(StrEnum):
+    """What a NaN does to the range of its row, where a scale follows from that."""
+
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
+
+    IGNORE = "ignore"
+    """Nothing: it is skipped, and its code is 0."""
+    PROPAGATE = "propagate"
+    """It counts as an infinity: the scale is infinite and all codes are 0, so every product of the row is NaN."""
+
+
 class GeluForm(StrEnum):
     """How GELU is defined."""
 

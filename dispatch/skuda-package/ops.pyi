@@ -9,13 +9,13 @@ from skuda.kernels.linear import PackedWeight
 from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedAmax, GatedQuantized, NormQuantized
 from skuda.kernels.sampling import LogProbabilities
 from skuda.registry import DynamicRangeMode, DynamicRangeScope, ElementKind, EpilogueKind, Scaling
-from skuda.registry.vocabulary import GeluForm, RotaryLayout
+from skuda.registry.vocabulary import GeluForm, Nonfinite, RotaryLayout
 
 def __getattr__(name: str) -> Callable[..., Any]: ...
 def amax(
     *, input: Any, output: Any = None, n: int | None = None, d: int | None = None,
-    input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
+    input_element: ElementKind | str | None = None, nonfinite: Nonfinite | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> Any:
     """Amax: the largest magnitude of every row, from which `amax_quantize` makes the row's scale and codes."""
 def amax_quantize(
@@ -157,8 +157,9 @@ def fill(
 def gelu_mul_amax(
     *, gate: Any = None, up: Any = None, gate_up: Any = None, product: Any = None, amax: Any = None,
     n: int | None = None, d: int | None = None, fused: bool | None = None,
-    input_element: ElementKind | str | None = None, approximation: GeluForm | str | None = None,
-    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+    input_element: ElementKind | str | None = None, nonfinite: Nonfinite | str | None = None,
+    approximation: GeluForm | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
 ) -> GatedAmax:
     """Gated activation and amax: y = act(gate) * up and the largest magnitude of every row of y, in one pass."""
 def gelu_mul_quantize(
@@ -166,8 +167,9 @@ def gelu_mul_quantize(
     output: Any = None, scale_out: Any = None, product: Any = None, n: int | None = None, d: int | None = None,
     q_min: int | None = None, q_max: int | None = None, scaling: Scaling | str | None = None, fused: bool | None = None,
     has_product: bool | None = None, input_element: ElementKind | str | None = None,
-    output_element: ElementKind | str | None = None, approximation: GeluForm | str | None = None,
-    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+    output_element: ElementKind | str | None = None, nonfinite: Nonfinite | str | None = None,
+    approximation: GeluForm | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
 ) -> GatedQuantized:
     """Gated activation and quantize: act(gate) * up as codes, in one pass, with dynamic or given scales."""
 def layer_norm_quantize(
@@ -176,8 +178,9 @@ def layer_norm_quantize(
     normalized_out: Any = None, n: int | None = None, d: int | None = None, eps: float, q_min: int | None = None,
     q_max: int | None = None, scaling: Scaling | str | None = None, has_residual: bool | None = None,
     has_weight: bool | None = None, has_normalized: bool | None = None, input_element: ElementKind | str | None = None,
-    output_element: ElementKind | str | None = None, has_bias: bool | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
+    output_element: ElementKind | str | None = None, nonfinite: Nonfinite | str | None = None,
+    has_bias: bool | None = None, dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None,
+    stream: object = None,
 ) -> NormQuantized:
     """Layer norm and quantize: rows less their mean, over their standard deviation, then quantized, in one pass."""
 def log_softmax_at(
@@ -256,8 +259,8 @@ def quantized_linear(
     epilogue: EpilogueKind | str | None = None, has_weight_zero_point: bool | None = None,
     group_size: int | None = None, m: int | None = None, c_out: int | None = None, k: int | None = None,
     q_min: int | None = None, q_max: int | None = None, activation_element: ElementKind | str | None = None,
-    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
+    output_element: ElementKind | str | None = None, nonfinite: Nonfinite | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> Any:
     """Quantized linear: W8A8 with a dynamic activation scale per token."""
 def rescale(
@@ -276,8 +279,8 @@ def rms_norm_quantize(
     n: int | None = None, d: int | None = None, eps: float, q_min: int | None = None, q_max: int | None = None,
     scaling: Scaling | str | None = None, has_residual: bool | None = None, has_weight: bool | None = None,
     has_normalized: bool | None = None, input_element: ElementKind | str | None = None,
-    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
+    output_element: ElementKind | str | None = None, nonfinite: Nonfinite | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> NormQuantized:
     """RMS norm and quantize: rows divided by their root mean square, then quantized, in one pass."""
 def rope_quantize_append(
@@ -313,8 +316,8 @@ def scaled_linear(
 def silu_mul_amax(
     *, gate: Any = None, up: Any = None, gate_up: Any = None, product: Any = None, amax: Any = None,
     n: int | None = None, d: int | None = None, fused: bool | None = None,
-    input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
+    input_element: ElementKind | str | None = None, nonfinite: Nonfinite | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> GatedAmax:
     """Gated activation and amax: y = act(gate) * up and the largest magnitude of every row of y, in one pass."""
 def silu_mul_quantize(
@@ -322,8 +325,8 @@ def silu_mul_quantize(
     output: Any = None, scale_out: Any = None, product: Any = None, n: int | None = None, d: int | None = None,
     q_min: int | None = None, q_max: int | None = None, scaling: Scaling | str | None = None, fused: bool | None = None,
     has_product: bool | None = None, input_element: ElementKind | str | None = None,
-    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
+    output_element: ElementKind | str | None = None, nonfinite: Nonfinite | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> GatedQuantized:
     """Gated activation and quantize: act(gate) * up as codes, in one pass, with dynamic or given scales."""
 def smoothquant_linear(

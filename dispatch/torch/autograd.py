@@ -88,15 +88,17 @@ class _FrozenLinear(_Function):
         bias: Tensor | None,
         smooth: Tensor | None,
         output_element: str | None,
+        nonfinite: str | None,
     ) -> Tensor:
         if smooth is not None:
             output_element = output_element or str(element_of(input.dtype))
             input = torch.ops.skuda.smooth.default(input, smooth)
-        return linear_dynamic(input, weight_q, weight_scale, bias, output_element=output_element)
+        how = {"output_element": output_element, "nonfinite": nonfinite}
+        return linear_dynamic(input, weight_q, weight_scale, bias, **how)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
-        input, weight_q, weight_scale, bias, smooth, _ = inputs
+        input, weight_q, weight_scale, bias, smooth, *_ = inputs
         ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         ctx.width = input.shape[-1]
         ctx.save_for_backward(weight_q, weight_scale, *(() if smooth is None else (smooth,)))
@@ -110,7 +112,7 @@ class _FrozenLinear(_Function):
             found = grad @ dequantized(weight_q, weight_scale, grad.dtype, ctx.width)
             for factors in smooth:
                 found = (found / factors).to(ctx.dtype)
-        return found, None, None, _summed(grad, ctx.bias_dtype) if wants_bias else None, None, None
+        return found, None, None, _summed(grad, ctx.bias_dtype) if wants_bias else None, None, None, None
 
 
 def frozen_linear(
@@ -121,6 +123,7 @@ def frozen_linear(
     *,
     output_element: str | None = None,
     smooth: Tensor | None = None,
+    nonfinite: str | None = None,
 ) -> Tensor:
     """Return `skuda.torch.linear_dynamic` with gradients of the input and the bias: the frozen int8 base of LoRA.
 
@@ -137,6 +140,8 @@ def frozen_linear(
         Element of the result; by default that of the input.
     smooth : tensor of shape (K,), f32, optional
         Divisors of the input's channels, as `skuda.torch.SmoothedLinear` has them.
+    nonfinite : str, optional
+        As in `skuda.torch.linear_dynamic`.
 
     Returns
     -------
@@ -159,7 +164,7 @@ def frozen_linear(
     if weight_scale.requires_grad:
         rule = "be detached: codes are fixed. FakeQuantLinear(learn_scale=True) learns scales"
         raise InvalidProblem("frozen_linear", "weight_scale", "a tensor that requires grad", rule)
-    found: Tensor = _FrozenLinear.apply(input, weight_q, weight_scale, bias, smooth, output_element)
+    found: Tensor = _FrozenLinear.apply(input, weight_q, weight_scale, bias, smooth, output_element, nonfinite)
     return found
 
 
@@ -173,7 +178,8 @@ class _MixedLinear(_Function):
         weight_scale: Tensor,
         output_element: str | None,
     ) -> Tensor:
-        return linear_dynamic(spread(input), weight_q, weight_scale, bias, output_element=output_element)
+        how = {"output_element": output_element, "nonfinite": "propagate"}
+        return linear_dynamic(input, weight_q, weight_scale, bias, **how)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
@@ -240,14 +246,6 @@ def mixed_linear(
 def _check_element(subject: str, element: object) -> None:
     if element is not None and not isinstance(element, str):
         raise InvalidProblem(subject, "output_element", shown(element), "be the name of an element, such as 'f32'")
-
-
-def spread(input: Tensor) -> Tensor:
-    """Return rows of which each that has a NaN or an infinity has an infinity.
-
-    An infinite element makes the scale of its row infinite, and so all of its products NaN, while a NaN is left out.
-    """
-    return input.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
 def row_codes(rows: Tensor) -> tuple[Tensor, Tensor]:

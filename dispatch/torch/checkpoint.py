@@ -12,6 +12,10 @@ The tensors of an int8 layer are the buffers of the modules of `skuda.torch`:
 packed, u8; see `skuda.kernels.linear.packed`. Only skuda reads these: ``quant_method: skuda``, and
 ``format: skuda-int4`` of their group.
 
+Tensors of a model of transformers have the names that `save_pretrained` gives them, and so have the layers that the
+scheme names. `dtypes` in the scheme lists tensors and layers of other dtypes than the model's, where a reader could not
+know them.
+
 The layer of a `Conv1D` of transformers, whose weight is (K, N), has the same tensors. Readers of other projects would
 expect codes (K, N), so such a checkpoint has ``quant_method: skuda``, too.
 
@@ -20,6 +24,7 @@ Source: the package compressed-tensors 0.20. The tests read files that it wrote.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections import defaultdict
@@ -38,11 +43,11 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
-from skuda.torch.int4 import from_grouped
+from skuda.torch.int4 import from_grouped, per_row, warn_per_row
 from skuda.torch.int4_checkpoint import Int4Format, int4_tensors, unpacked_int4, warn_rounded
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
-from skuda.torch.replaceable_layers import carry, describe_saving
+from skuda.torch.replaceable_layers import carry, describe_saving, is_of_transformers
 from skuda.torch.scheme import ActivationScheme, Scheme
 from skuda.torch.sharded_linear import ShardedLinear
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
@@ -68,11 +73,12 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
     """Load a checkpoint into a model. Linear layers that are int8 in the checkpoint become int8 in the model.
 
     They keep the attributes that users have set. A single scale of a weight becomes the scale of every output channel.
+    A checkpoint of an exact model makes the model exact; see `skuda.torch.exact.exact_`.
 
     The whole checkpoint is read and checked first. If this raises, the model has not changed. Tensors outside of int8
-    layers must have the same dtype as in the model, and so must tensors of layers that `fuse_` has joined. Each rank
-    keeps its part of a layer that `parallelize_` has split. A checkpoint describes the whole, unfused model, whoever
-    wrote it.
+    layers must have the same dtype as in the model, and so must tensors of layers that `fuse_` has joined. Names may be
+    those of the model, or those that transformers gives to its tensors in files. Each rank keeps its part of a layer
+    that `parallelize_` has split. A checkpoint describes the whole, unfused model, whoever wrote it.
 
     Parameters
     ----------
@@ -92,7 +98,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
     Raises
     ------
     InvalidProblem
-        If `model` is not a module, has another architecture or dtype, or has a layer that cannot be replaced.
+        If `model` is not a module, has another architecture or dtype, has a layer that cannot be replaced, or cannot be
+        exact as the checkpoint is.
     InvalidRecord
         If the files are not such a checkpoint, or have an unsupported scheme. The error names the field or tensor.
     MissingDependency
@@ -101,18 +108,35 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
         If a file cannot be read.
     """
     folder = _folder("load_", model, path)
-    with opened(folder) as tensors:
+    with opened(folder) as stored:
+        tensors = stored
         scheme = Scheme.parse(str(folder / CONFIG), read_object(folder / CONFIG).get("quantization_config"))
+        files: dict[str, str] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        renaming = _renaming(model)
+        if renaming is not None:
+            found = renaming.renamed(model, tensors, convert=True)
+            scheme, tensors, files = scheme.renamed(found.module), found.tensors, found.files
+            dtypes = found.dtypes(scheme.dtypes)
         state = _state(model)
+        if renaming is not None:
+            state = {name: own for name, own in state.items() if name in tensors or name not in renaming.derived(model)}
         names: list[str] = []
+        rows: list[str] = []
         rounded: dict[str, float] = {}
         layers: dict[str, Int8Linear] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        for name, module, group in scheme.layers(model):
+        for name, module, group in scheme.layers(model, files):
+            dtype = dtypes.get(f"{name}.weight", module.weight.dtype)
+            if dtype is not module.weight.dtype:
+                rule = f"be {module.weight.dtype}, as in the model: convert that layer of the model first"
+                raise InvalidRecord(tensors.source, f"tensor {name}.weight", f"codes of a weight in {dtype}", rule)
             note = partial(rounded.__setitem__, name) if round_scales else None
             layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own, rounded=note)
             check_values(tensors.source, name, layer)
             names.append(name)
+            if per_row(layer):
+                rows.append(name)
             if isinstance(module, Part):
                 copies += _copies_of_part(tensors.source, name, module, layer)
             else:
@@ -120,14 +144,31 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
                 carry(module, layers[name])
         copies += _copies(state, set(names), tensors)
         tensors.finish()
+        before = {name: model.get_submodule(name) for name in layers}
+        for name, layer in layers.items():
+            model.set_submodule(name, layer.train(before[name].training))
+        if scheme.exact:
+            _make_exact(model, before)
         with torch.no_grad():
             for own, tensor in copies:
                 own.copy_(tensor)
-    for name, layer in layers.items():
-        model.set_submodule(name, layer.train(model.get_submodule(name).training))
     describe_saving(model)
     warn_rounded(rounded, stacklevel=2)
+    warn_per_row(rows, stacklevel=2)
     return tuple(names)
+
+
+def _make_exact(model: nn.Module, before: dict[str, nn.Module]) -> None:
+    """Make a model exact that is not. If it cannot be, put back the modules that it had before, and raise."""
+    exact: Any = importlib.import_module("skuda.torch.exact")  # by name, because it needs transformers
+    if exact.is_exact(model):
+        return
+    try:
+        exact.exact_inside_(model)
+    except InvalidProblem:
+        for name, module in before.items():
+            model.set_submodule(name, module)
+        raise
 
 
 def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> Iterator[tuple[Tensor, Tensor]]:
@@ -202,12 +243,12 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     fields = _config_of(model) | {"quantization_config": scheme.fields()}
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     if group is None:
-        _write(folder, text, _unshared(tensors))
+        _write(folder, text, _in_file(model, tensors))
         return
     failure: Exception | None = None
     if group.rank == 0:
         try:
-            _write(folder, text, _unshared(tensors))
+            _write(folder, text, _in_file(model, tensors))
         except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
             failure = error
     reported, *_ = group.exchange("" if failure is None else f"{type(failure).__name__}: {failure}")
@@ -243,7 +284,7 @@ def _write(folder: Path, text: str, tensors: dict[str, Tensor]) -> None:
 
 
 def described(model: nn.Module, *, parts: bool = False) -> tuple[Scheme, dict[str, Tensor]]:
-    """Return the scheme of a model's checkpoint, and its tensors by name, where zero points are s8.
+    """Return the scheme of a model's checkpoint, and its tensors by the model's names, where zero points are s8.
 
     With `parts`, layers may be split over ranks. They are gathered, so every rank must then call this.
 
@@ -253,13 +294,35 @@ def described(model: nn.Module, *, parts: bool = False) -> tuple[Scheme, dict[st
         For a model without int8 layers, a layer or tensor that a file cannot hold, or a zero point outside of
         -128..127.
     """
-    scheme = Scheme.of(model, parts=parts)
+    Scheme.of(model, parts=parts)  # it refuses what a file cannot hold
     tensors = _stored(model)
     int4 = _int4(model, tensors)
-    common = Scheme.of(model, parts=parts, int4={name: form for name, (_, form) in int4.items()})
+    named = _named(model, tensors)
+    common = Scheme.of(model, parts=parts, int4={name: form for name, (_, form) in int4.items()}, **named)
     if common.own:
-        return scheme, tensors
+        return Scheme.of(model, parts=parts, **named), tensors
     return common, tensors | {f"{name}.{own}": part for name, (made, _) in int4.items() for own, part in made.items()}
+
+
+def scheme_of(model: nn.Module) -> Scheme:
+    """Return the scheme of a model's layers, where 4-bit weights are packed; errors as `described`."""
+    return Scheme.of(model, **_named(model, model.state_dict()))
+
+
+def _named(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what `Scheme.of` needs to know of the file of a model: names and dtypes."""
+    renaming = _renaming(model)
+    if renaming is None:
+        return {}
+    renaming.keep_codes_(model, _coded(model, tensors))
+    names = renaming.file_names(model, tensors)
+    return {"names": names, "dtypes": renaming.dtypes_of(model, tensors, names)}
+
+
+def _coded(model: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
+    """Return the names of those tensors that belong to int8 layers."""
+    layers = {name for name, _ in int8_layers(model)}
+    return {name for name in tensors if name.rpartition(".")[0] in layers}
 
 
 def _int4(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[dict[str, Tensor], Int4Format]]:
@@ -307,7 +370,11 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
             if not bool(((tensor >= -128) & (tensor <= 127)).all()):
                 raise InvalidProblem("checkpoint", name, str(tensor.item()), "be a code, -128..127")
             tensors[name] = tensor.to(torch.int8)
-    return tensors
+    # What a layer shares with another module, such as a bias, is stored for both: their tie has ended.
+    own = _coded(model, tensors)
+    others = {tensor.untyped_storage().data_ptr() for name, tensor in tensors.items() if name not in own}
+    shared = {name for name in own if tensors[name].untyped_storage().data_ptr() in others}
+    return tensors | {name: tensors[name].clone() for name in shared}
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -403,7 +470,25 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     if not callable(getattr(config, "to_json_string", None)):
         return {}
     fields: dict[str, Any] = json.loads(config.to_json_string())
-    return fields | {"architectures": [type(model).__name__]}
+    renaming = _renaming(model)
+    dtype = {} if renaming is None else {"dtype": str(renaming.dtype_of(model)).removeprefix("torch.")}
+    return fields | {"architectures": [type(model).__name__]} | dtype
+
+
+def _renaming(model: nn.Module) -> Any:
+    """Return the module that knows the names of tensors in files of transformers; None for other models."""
+    if not is_of_transformers(model):
+        return None
+    try:
+        return importlib.import_module("skuda.torch.renaming")  # by name, because it needs transformers
+    except ImportError:  # an old version; `describe_saving` has warned
+        return None
+
+
+def _in_file(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's tensors by their names in a file, each once."""
+    tensors, renaming = _unshared(tensors), _renaming(model)
+    return tensors if renaming is None else _unshared(renaming.in_file(model, tensors))
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 from skuda.torch.dequantized_weight import weight_of
 from skuda.torch.fused_modules import Fused
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
@@ -42,7 +42,7 @@ class Dequantization:
         return "\n".join([*lines, *table("from", self.converted), *table("again a", self.unfused)])
 
 
-def dequantize_(model: nn.Module) -> Dequantization:
+def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> Dequantization:
     """Replace the int8 layers of a model by `torch.nn.Linear`, in place: the way back from `quantize_` and `fuse_`.
 
     A layer gets the weight that it reads as, `layer.weight`, in the same dtype. Its inputs are no longer rounded. What
@@ -53,6 +53,8 @@ def dequantize_(model: nn.Module) -> Dequantization:
     Parameters
     ----------
     model : torch.nn.Module
+    dtype : dtype, optional
+        Dtype of the whole model afterwards. Weights are computed in it from their codes.
 
     Returns
     -------
@@ -61,17 +63,19 @@ def dequantize_(model: nn.Module) -> Dequantization:
     Raises
     ------
     InvalidProblem
-        If `model` is not a module or is itself such a layer, and for a layer that has no float form here: a rank's
-        part, one that takes codes, one of an unknown class, and one with hooks. The model is then unchanged.
+        If `model` is not a module or is itself such a layer, for a dtype that is not floating, and for a layer that has
+        no float form here: a rank's part, one that takes codes, one of an unknown class, and one with hooks. The model
+        is then unchanged.
     """
     check_model("dequantize_", model, None)
+    _check_dtype(dtype)
     fused = {name: module for name, module in model.named_modules() if isinstance(module, Fused)}
     joined = {id(child) for module in fused.values() for child in module.children() if type(child) is JoinedLinear}
     trains = not has_adapters(model)
     layers = {name: layer for name, layer in _layers(model) if id(layer) not in joined}
     for name, layer in layers.items():
         _check(name, layer)
-    made = {id(layer): _float(layer, trains=trains) for layer in layers.values()}
+    made = {id(layer): _float(layer, dtype, trains=trains) for layer in layers.values()}
     for module in list(model.modules()):
         for key, child in list(module._modules.items()):  # noqa: SLF001  named_children() leaves out what is there twice
             if id(child) in made:
@@ -82,13 +86,20 @@ def dequantize_(model: nn.Module) -> Dequantization:
         module.__class__ = type(module).__bases__[1]
         for name in ("fused_form", "fused_held", "fused_told"):
             module.__dict__.pop(name, None)
+    if dtype is not None:
+        model.to(dtype)
     bridge = sys.modules.get("skuda.torch.transformers")
     if bridge is not None:
         bridge.forget_(model)
     return Dequantization(
-        converted=MappingProxyType({name: type(layer).__name__ for name, layer in layers.items()}),
-        unfused=MappingProxyType({name: type(module).__name__ for name, module in fused.items()}),
+        converted={name: type(layer).__name__ for name, layer in layers.items()},
+        unfused={name: type(module).__name__ for name, module in fused.items()},
     )
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidProblem("dequantize_", "dtype", shown(dtype), "be a dtype of floats, or None")
 
 
 def float_linear(layer: Int8Linear | Part, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -116,7 +127,8 @@ def _check(name: str, layer: nn.Module) -> None:
         raise InvalidProblem("dequantize_", "model", f"a {type(layer).__name__} itself", rule)
     if isinstance(layer, Int8Linear) and layer.sharded:
         _refuse(name, layer, "be a whole layer: use skuda.torch.save, and load_ the checkpoint into a whole model")
-    if type(layer) not in (DynamicLinear, SmoothedLinear, StaticLinear, Part, *_TRAINED):
+    kind = getattr(layer, "stored_as", type(layer))
+    if kind not in (DynamicLinear, SmoothedLinear, StaticLinear, Part, *_TRAINED):
         _refuse(name, layer, "be a DynamicLinear or a StaticLinear: what this class computes has no known float form")
     if hooked(layer) or "forward" in vars(layer):
         _refuse(name, layer, "have no hooks and its own forward, which would be lost: remove them first")
@@ -126,10 +138,10 @@ def _refuse(name: str, layer: nn.Module, rule: str) -> NoReturn:
     raise InvalidProblem("dequantize_", name, f"a {type(layer).__name__}", rule)
 
 
-def _float(layer: nn.Module, *, trains: bool) -> nn.Linear:
+def _float(layer: nn.Module, dtype: torch.dtype | None, *, trains: bool) -> nn.Linear:
     """Return the replacement of a layer."""
     if isinstance(layer, Int8Linear | Part):
-        made = float_linear(layer).requires_grad_(trains)
+        made = float_linear(layer, dtype).requires_grad_(trains)
     else:
         assert isinstance(layer, nn.Linear)
         made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")

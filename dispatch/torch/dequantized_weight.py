@@ -39,6 +39,8 @@ class DequantizedWeight(Tensor):
     _owner: str
     _width: int
     _names: tuple[str, ...]
+    _shown: Tensor | None = None
+    """The values, once their address is known to others."""
 
     @staticmethod
     def __new__(cls: type[Self], held: tuple[Tensor, ...], dtype: torch.dtype, owner: str, width: int = 0) -> Self:
@@ -118,6 +120,8 @@ class DequantizedWeight(Tensor):
     def values(self) -> Tensor:
         """Return the values, as an ordinary tensor."""
         held = self._held
+        if self._shown is not None:
+            return self._shown
         return held[0] if len(held) == 1 else weight_of(*held, dtype=self.dtype, width=self._width)
 
     def refuse(self, had: str) -> NoReturn:
@@ -154,9 +158,8 @@ class DequantizedWeight(Tensor):
 
     def data_ptr(self) -> int:
         """Return the address of values, which live as long as this object."""
-        self._hold((self.values(),))
-        found: int = self._held[0].data_ptr()
-        return found
+        self._shown = self.values()
+        return int(self._shown.data_ptr())
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array."""

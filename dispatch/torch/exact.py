@@ -25,7 +25,7 @@ from skuda.torch.exact_modules import (
 from skuda.torch.fuse import LAYER, Fusion, become, fuse_, gated_form, norm_form
 from skuda.torch.fused_modules import Fused, FusedAttention, MLPForm
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
-from skuda.torch.joined import Part, is_joined
+from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import check_model
 from skuda.torch.rope_attention import FusedRopeAttention, RopeForm, rope_forms
 from skuda.torch.source import Forward, NotProven
@@ -51,7 +51,8 @@ def exact_(model: nn.Module) -> Fusion:
     """Make all of a model exact, in place: each token's logits have the same bits wherever and however they are made.
 
     They are the same alone and in any batch, with padding to the left or right, in chunks and step by step, with a
-    cache or without, eager or compiled, on a CPU and on a GPU, and in training. Logits are f32.
+    cache or without, eager or compiled, on a CPU and on a GPU, and in training. Logits are f32. A token that is not
+    finite somewhere has logits of NaN, wherever they are made: all layers become those of ``nonfinite="propagate"``.
 
     The model gets `attn_implementation="skuda"`. Dynamic int8 layers are fused, see `skuda.torch.fuse_`. With layers of
     `Mixed`, the model can be trained; a call without a cache then has gradients.
@@ -89,6 +90,9 @@ def exact_(model: nn.Module) -> Fusion:
         name, why = next(iter(refused.items()))
         more = f" ({len(refused)} parts are not exact)" if len(refused) > 1 else ""
         raise InvalidProblem("exact_", name or "model", why, f"be a part of an exact model{more}")
+    for layer in model.modules():
+        if isinstance(layer, Int8Linear):
+            layer.propagating()
     changed = dict(fuse_(model).fused)
     for name, form in (forms | plan).items():
         module = model.get_submodule(name)
@@ -99,7 +103,25 @@ def exact_(model: nn.Module) -> Fusion:
     for module in model.modules():
         if isinstance(module, Fused):
             module.fused_exact = True
+            module.propagate()
     return Fusion(changed, {})
+
+
+def is_exact(model: nn.Module) -> bool:
+    """Whether `exact_` has made a model, or one inside of it, exact."""
+    return any(isinstance(module, Fused) and module.fused_exact for module in model.modules())
+
+
+def exact_inside_(model: nn.Module) -> None:
+    """Make the models of transformers with int8 layers inside a module exact; errors as `exact_`."""
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            inside |= {id(part) for part in module.modules()}
+            if any(True for _ in int8_layers(module)):
+                exact_(module)
+    if not inside:
+        exact_(model)  # which says why not
 
 
 def _planned(

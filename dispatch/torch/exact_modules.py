@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,11 +26,10 @@ from skuda.torch.autograd import (
     recomputed,
     round_rows,
     row_codes,
-    spread,
     valued,
 )
 from skuda.torch.fused_modules import Fused, MLPForm, gated_rows
-from skuda.torch.int8_linear import DynamicLinear, autocast
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, autocast
 from skuda.torch.ops import linear_dynamic
 from skuda.torch.rope_attention import FusedRopeAttention
 from skuda.torch.tensor_op import launched, run_module
@@ -162,27 +161,37 @@ class ExactHead(DynamicLinear):
 
     output_dtype = torch.float32
     stored_as = DynamicLinear
-    """The class of the layer that checkpoints describe."""
+    """The class of the layer without what makes it exact, which checkpoints describe."""
+
+    def like(self, whole: Int8Linear) -> Self:
+        """Return another layer of these sizes as a head."""
+        if type(whole) is not DynamicLinear:
+            raise InvalidProblem(type(self).__name__, "the loaded layer", f"a {type(whole).__name__}", "be dynamic")
+        whole.__class__ = type(self)  # type: ignore[assignment]
+        return whole  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
         input = self._taken(input)
         if torch.is_grad_enabled() and input.requires_grad:
-            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias, output_element="f32")
-        tensors, _ = self._arguments(input)
-        return self._product_of((tensors, {"output_element": "f32"}), "f32")
+            how = {"output_element": "f32", "nonfinite": self.nonfinite}
+            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias, **how)
+        tensors, fields = self._arguments(input)
+        return self._product_of((tensors, fields | {"output_element": "f32"}), "f32")
 
 
 class ExactFakeQuantLinear(FakeQuantLinear):
     """A layer of `FakeQuant` with the values of the int8 product, and its own gradients."""
 
     output_element: str | None = None
+    stored_as = FakeQuantLinear
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K)."""
         floats = super().forward(input)
-        given = (spread(autocast(input)), *row_codes(self.weight), self.bias)
-        values = linear_dynamic(*(None if t is None else t.detach() for t in given), output_element=self.output_element)
+        given = (autocast(input), *row_codes(self.weight), self.bias)
+        how = {"output_element": self.output_element, "nonfinite": "propagate"}
+        values = linear_dynamic(*(None if t is None else t.detach() for t in given), **how)
         return valued(values, floats)
 
 
@@ -194,6 +203,8 @@ class ExactFakeQuantHead(ExactFakeQuantLinear):
 
 class ExactMixedHead(MixedLinear):
     """A layer of `Mixed` whose outputs are f32: logits."""
+
+    stored_as = MixedLinear
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""

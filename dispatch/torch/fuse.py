@@ -17,6 +17,7 @@ from torch import nn
 
 from skuda.kernels.linear.packed import ROWS
 from skuda.torch.fused_modules import (
+    PROPAGATE,
     AttentionForm,
     Fused,
     FusedAttention,
@@ -246,6 +247,8 @@ def _fuse_mlp(module: nn.Module, held: Counter[int]) -> str:
     else:
         joined = form._replace(joined=form.parts[0], parts=())
     become(module, FusedGatedMLP, joined)
+    if layers[-1].nonfinite is not None:
+        cast("Fused", module).propagate()
     return "gate and up are one product, the gated activation writes codes"
 
 
@@ -277,7 +280,7 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
         input=forward.input,
         attention=found["attention"],
         mlp=found["mlp"],
-        norms=(norm_form(module, found["first"]), norm_form(module, found["second"])),
+        norms=(_norm_before(module, found["first"], attention), _norm_before(module, found["second"], mlp)),
         order=tuple(p.name for p in named),
         defaults={p.name: p.default for p in named if p.default is not p.empty},
         keyword=keyword,
@@ -288,6 +291,12 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
     )
     become(module, FusedDecoderLayer, form)
     return "the norms write codes, the second one adds the residual"
+
+
+def _norm_before(layer: nn.Module, name: str, part: Fused) -> NormForm:
+    """Return the form of the norm in front of a part; errors as `norm_form`."""
+    propagates = getattr(part, part.fused_form.joined).nonfinite is not None
+    return norm_form(layer, name)._replace(fields=PROPAGATE if propagates else {})
 
 
 def norm_form(layer: nn.Module, name: str) -> NormForm:
@@ -384,6 +393,8 @@ def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear
             raise NotProven(f"{names[0]} and {name} differ in their inputs")
         if layer.group_size != first.group_size:
             raise NotProven(f"{names[0]} and {name} differ in the bits or groups of their weights")
+        if layer.nonfinite != first.nonfinite:
+            raise NotProven(f"{names[0]} and {name} differ in what they do with a NaN")
         if layer.group_size and layer.out_features % ROWS:
             raise NotProven(f"{name} has {layer.out_features} rows; packed weights are joined in multiples of {ROWS}")
     if hasattr(module, joined_name):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ from skuda.torch.tensor_op import launched, not_scripted, refuse_other, run_modu
 _VECTORS = {"rms_norm_quantize": ("weight",), "layer_norm_quantize": ("weight", "bias")}
 """The vectors of a norm's op, in the order of its schema, after the input and the residual."""
 
+
+PROPAGATE = {"nonfinite": "propagate"}
+"""The field of an op that passes on what is not finite."""
 
 _gradients = torch._C.is_grad_enabled  # type: ignore[attr-defined]  # noqa: SLF001  as in `tensor_op`
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -68,6 +72,9 @@ class Fused(nn.Module):
     def width(self) -> int:
         """Columns of the input."""
         return int(getattr(self, self.fused_form.joined).in_features)
+
+    def propagate(self) -> None:
+        """Pass on what is not finite; see `skuda.torch.nonfinite`. The layers do so by themselves."""
 
     @abstractmethod
     def warm(self, rows: Tensor) -> None:
@@ -276,6 +283,10 @@ class FusedGatedMLP(Fused):
 
     fused_form: MLPForm
 
+    def propagate(self) -> None:
+        """Let the activation pass on what is not finite."""
+        self.fused_form = self.fused_form._replace(fields={**self.fused_form.fields, **PROPAGATE})
+
     def bypassed(self) -> dict[str, tuple[str, ...]]:
         """Return all layers and the activation."""
         form = self.fused_form
@@ -322,12 +333,15 @@ class NormForm(NamedTuple):
         Name of the norm's attribute that holds epsilon.
     vectors : tuple of str
         The norm's parameters, of ``weight`` and ``bias``.
+    fields : dict
+        Further fields of the op.
     """
 
     name: str
     op: str
     eps: str
     vectors: tuple[str, ...]
+    fields: Mapping[str, str] = {}
 
     def held(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the norm's parameters by name."""
@@ -379,6 +393,11 @@ class FusedDecoderLayer(Fused):
     """A decoder layer whose norms write codes. The second norm first adds the residual."""
 
     fused_form: LayerForm
+
+    def propagate(self) -> None:
+        """Let the norms pass on what is not finite."""
+        first, second = (norm._replace(fields=PROPAGATE) for norm in self.fused_form.norms)
+        self.fused_form = self.fused_form._replace(norms=(first, second))
 
     def bypassed(self) -> dict[str, tuple[str, ...]]:
         """Return the norms, and the parts that get codes in the place of the norms' results."""
@@ -484,7 +503,7 @@ class FusedDecoderLayer(Fused):
             return coded._replace(rows=getattr(self, form.name)(total)), total
         found = launched(key, *tensors)
         if found is None:
-            found = run_module(form.op, key, tensors, {"eps": eps, **CODES})
+            found = run_module(form.op, key, tensors, {"eps": eps, **form.fields, **CODES})
         return _normed(x, found)
 
     def _call(self, form: NormForm, x: Tensor, residual: Tensor | None) -> tuple[Any, tuple[Tensor | None, ...], float]:
@@ -492,7 +511,7 @@ class FusedDecoderLayer(Fused):
         norm: Any = self._modules[form.name]
         eps, held = float(getattr(norm, form.eps)), norm._parameters  # noqa: SLF001  reading an attribute is slow in torch
         vectors = [held[name] if name in held else getattr(norm, name, None) for name in _VECTORS[form.op]]
-        return (form.op, eps, x.shape), (x, residual, *vectors), eps
+        return (form.op, eps, x.shape, *form.fields.values()), (x, residual, *vectors), eps
 
 
 def gated_rows(form: MLPForm, gate: Tensor, up: Tensor) -> Tensor:

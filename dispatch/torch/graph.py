@@ -127,7 +127,8 @@ def _groups(graph: fx.Graph) -> list[_Group]:
             continue
         given = patterns.arguments(node)
         if node.target is _LINEAR:
-            group = _Group(given["activation"], [], CODES)
+            more = {"nonfinite": given["nonfinite"]} if given.get("nonfinite") is not None else {}
+            group = _Group(given["activation"], [], CODES | more)
         elif node.target is _STATIC:
             fields = {name: given[name] for name in CODES if given.get(name) is not None}
             group = _Group(given["input"], [], {"scaling": "static", **fields}, (given["scale"], given["zero_point"]))
@@ -171,6 +172,8 @@ def _fuse(group: _Group, bits: Bits, gates: bool) -> str:  # noqa: FBT001
         raise Left(why)
     if len(nodes) == 1:
         raise Left(f"no other layer has its input, and {why}")
+    if group.fields.get("nonfinite", "ignore") != "ignore":
+        raise Left(f"layers that propagate NaN quantize their input themselves, and {why}")
     coded = _called(nodes[0], _RANGE, (input,), CODES, "one quantization of the input for all")
     return _rewired(group, coded) + (f" ({why})" if bits == "fused" else "")
 

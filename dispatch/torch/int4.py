@@ -7,18 +7,23 @@ may be shorter. `skuda.kernels.linear.packed` has the layout that kernels read.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection
 from math import inf
-from typing import Literal, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from skuda.kernels.linear.packed import GROUP_SIZES
+from skuda.kernels.linear.packed import BLOCK, GROUP_SIZES, LEVELS
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.int8_linear import DynamicLinear, check_linear, quantized_weight
-from skuda.torch.replaceable_layers import check_flag
+from skuda.registry.value import expect
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, check_linear, quantized_weight
 from skuda.torch.tensor_op import check_tensors
+
+if TYPE_CHECKING:
+    from skuda.torch.joined import Part
 
 Weights = Literal["int8", "int4"]
 """The bits of a weight, in configs."""
@@ -127,7 +132,7 @@ def int4_weight(weight: Tensor, group_size: int = 128, *, symmetric: bool = Fals
         If the weight is not a finite matrix of such a dtype, or for another group size.
     """
     check_group_size("int4_weight", group_size)
-    check_flag("int4_weight", "symmetric", symmetric)
+    expect("int4_weight", "symmetric", symmetric, bool, "be True or False")
     codes, channel_scale = quantized_weight(weight)
     (n, k), size = codes.shape, group_size or max(codes.shape[1], 1)
     levels = torch.empty_like(codes, dtype=torch.uint8)
@@ -151,6 +156,30 @@ def _readable(made: Int4Weight) -> Int4Weight:
     values = made.codes() // spread(made.group_scale.to(torch.int8), made.levels)
     short = (made.channel_scale.view(torch.int32) & -(1 << 7)).view(torch.float32)
     return from_grouped(values, made.group_scale * short[:, None])[0]
+
+
+def per_row(layer: Int8Linear | Part, group_size: int | None = None) -> bool:
+    """Whether the 4-bit weight of a layer has one group a row: if `group_size` is 0, or rows above 128 elements do."""
+    if layer.group_size is None or group_size == 0:
+        return layer.group_size is not None
+    groups = layer.weight_q[:, :, LEVELS:]
+    if layer.group_size != BLOCK or groups.shape[1] < 2:
+        return False
+    return bool((groups == groups[:, :1]).all()) and bool(groups[..., ::2].any())  # scales of equal codes are 0
+
+
+def per_row_text(names: Collection[str]) -> str:
+    """Return what to know about layers for which `per_row` holds, of which there is at least one."""
+    count = f"{len(names)} layers, such as {next(iter(names))}, have" if len(names) > 1 else f"{next(iter(names))} has"
+    groups = ", ".join(map(str, GROUP_SIZES[:0:-1]))
+    text = "4-bit weights with one scale a row, which are far less accurate than groups: quantize the floats with"
+    return f"{count} {text} weights='int4' and group_size={groups} or {GROUP_SIZES[0]}"
+
+
+def warn_per_row(names: Collection[str], *, stacklevel: int) -> None:
+    """Warn of layers with one group a row, if there are any."""
+    if names:
+        warnings.warn(per_row_text(names), stacklevel=stacklevel + 1)
 
 
 def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> tuple[Int4Weight, float]:

@@ -74,6 +74,8 @@ class Int8Linear(CodedLayer):
     """Dtype of the codes."""
     group_size: int | None = None
     """Elements of a group of 4-bit weights, with one scale and offset; 128 for whole rows. None for 8-bit ones."""
+    nonfinite: str | None = None
+    """``propagate`` makes a row with a NaN or an infinity a row of NaN; `skuda.torch.nonfinite.propagating` sets it."""
     bias: Tensor | None
 
     def __init__(
@@ -189,6 +191,16 @@ class Int8Linear(CodedLayer):
         """Return a buffer. Reading the attribute is slow in torch. A parametrized buffer is a property."""
         return self._buffers[name] if name in self._buffers else getattr(self, name)
 
+    def like(self, whole: Int8Linear) -> Int8Linear:
+        """Return another layer that does likewise with what is not finite."""
+        return whole if self.nonfinite is None else whole.propagating()
+
+    def propagating(self) -> Self:
+        """Make a row with a NaN or an infinity a row of NaN. Return the layer."""
+        if self.nonfinite is None:
+            self.nonfinite, self.family = "propagate", (*self.family, "propagate")  # launches of its own
+        return self
+
     def _taken(self, input: Tensor) -> Tensor:
         """Return an input as the op takes it. Check its width, because the op would blame the weight."""
         if input.is_nested or input.shape[-1:] != (self.in_features,):
@@ -294,7 +306,8 @@ class DynamicLinear(Int8Linear):
 
     def _arguments(self, input: Tensor) -> Arguments:
         held = self._held
-        return (input, self.weight_q, held("weight_scale"), None, held("bias")), {}
+        tensors = input, self.weight_q, held("weight_scale"), None, held("bias")
+        return tensors, {} if self.nonfinite is None else {"nonfinite": self.nonfinite}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
@@ -311,7 +324,8 @@ class DynamicLinear(Int8Linear):
             return self._other(input)
         given, input = input, self._taken(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
-            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias)
+            held = self.weight_q, self.weight_scale.view(-1), self.bias
+            return frozen_linear(input, *held, nonfinite=self.nonfinite)
         # A cast input has a key of its own: the launch compares the tensors that the next call gives.
         key = key if input is given else (key, input.dtype)
         found: Tensor = run_module(self.op, key, *self._arguments(input))
@@ -362,7 +376,8 @@ class SmoothedLinear(Int8Linear):
     def _product(self, rows: Tensor, dtype: torch.dtype) -> Arguments:
         held = self._held
         tensors = rows, held("weight"), held("weight_scale"), None, held("bias")
-        return tensors, {"output_element": str(element_of(dtype))}
+        fields = {"output_element": str(element_of(dtype))}
+        return tensors, fields if self.nonfinite is None else fields | {"nonfinite": self.nonfinite}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
@@ -372,7 +387,8 @@ class SmoothedLinear(Int8Linear):
             return self._other(input)  # type: ignore[no-any-return]
         smooth = self._held("smooth")
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
-            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias, smooth=smooth)
+            tensors = self.weight_q, self.weight_scale.view(-1), self.bias
+            return frozen_linear(input, *tensors, smooth=smooth, nonfinite=self.nonfinite)
         rows = torch.ops.skuda.smooth(input, smooth)
         # Products of codes have the same family, and are told by a dtype alone.
         return self._product_of(self._product(rows, input.dtype), "smoothed", input.dtype)
@@ -468,12 +484,16 @@ class StaticLinear(Int8Linear):
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only dynamic layers pass gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
-        return self._product_of(self._product(self.codes(input), input.dtype), input.dtype)
+        found = self._product_of(self._product(self.codes(input), input.dtype), input.dtype)
+        if self.nonfinite is None:
+            return found
+        # The difference is NaN for a NaN and an infinity, and otherwise 0.
+        return found.masked_fill((input - input).sum(-1, keepdim=True).isnan(), torch.nan)
 
     def _launched(self, input: Tensor) -> Tensor | None:
         """Run known launches for an input that is not smoothed, or do nothing and return None."""
         held = self._buffers.get
-        if held("smooth") is not None:
+        if held("smooth") is not None or self.nonfinite is not None:
             return None
         scale, zero_point = held("input_scale"), held("input_zero_point")
         try:

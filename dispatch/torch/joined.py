@@ -99,13 +99,17 @@ class JoinedLinear(DynamicLinear):
 
     @classmethod
     def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
-        """Join layers whose buffers have equal dtypes and devices. A packed weight before another has whole units."""
+        """Join layers that do likewise with NaN, whose buffers have equal dtypes and devices.
+
+        A packed weight before another has whole units.
+        """
         weight, scale = (torch.cat([getattr(one, name) for one in layers]) for name in ("weight_q", "weight_scale"))
         biases = [one.bias for one in layers if one.bias is not None]
         sizes = tuple(one.out_features for one in layers)
         same = {"dtype": layers[0].weight_dtype, "in_features": layers[0].in_features}
         joined = cls(weight, scale, torch.cat(biases) if biases else None, sizes=sizes, **same)
         joined.train(layers[0].training)
+        layers[0].like(joined)
         return joined
 
     def _other(self, input: Any) -> NoReturn:
@@ -126,6 +130,7 @@ class Joined(Protocol):
     codes_dtype: torch.dtype
     group_size: int | None
     bias: Tensor | None
+    nonfinite: str | None
     training: bool
     out_features: int
     in_features: int
@@ -226,7 +231,8 @@ class Part(CodedLayer):
             of_layer = "" if joined.sharded else f", or an input of shape [..., {joined.in_features}]"
             rule = f"be the output of the joined layer, of shape [..., {joined.out_features}]{of_layer}"
             raise InvalidProblem("Part", "input", f"of shape {list(input.shape)}", rule)
-        return frozen_linear(autocast(input), self.weight_q, self.weight_scale.view(-1), self.bias)
+        held = self.weight_q, self.weight_scale.view(-1), self.bias
+        return frozen_linear(autocast(input), *held, nonfinite=joined.nonfinite)
 
     def extra_repr(self) -> str:
         """Return the place in the joined layer."""

@@ -16,9 +16,10 @@ from torch import Tensor
 from skuda.kernels.attention.cache import PAGE
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.registry.text import shown
+from skuda.registry.value import expect
 from skuda.torch.dtypes import element_of
 from skuda.torch.handed import Handed
-from skuda.torch.replaceable_layers import check_count, check_flag
+from skuda.torch.replaceable_layers import check_count
 from skuda.torch.sequences import Sequences
 from skuda.torch.tensor_op import launched, run_module
 
@@ -230,7 +231,7 @@ class Int8Cache(Cache):  # type: ignore[misc]
         most: object = max_cache_len
         if most is not None and (type(most) is not int or not 0 < most < 2**31 - PAGE):
             raise InvalidProblem("Int8Cache", "max_cache_len", shown(max_cache_len), f"be in [1, {2**31 - PAGE - 1}]")
-        check_flag("Int8Cache", "offloading", offloading)
+        expect("Int8Cache", "offloading", offloading, bool, "be True or False")
         if not callable(getattr(config, "get_text_config", None)):
             raise InvalidProblem(
                 "Int8Cache", "config", shown(config), "be that of a model of transformers: model.config"

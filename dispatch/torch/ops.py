@@ -198,6 +198,7 @@ def linear_dynamic(
     *,
     epilogue: str | None = None,
     output_element: str | None = None,
+    nonfinite: str | None = None,
 ) -> torch.Tensor:
     """Return the output of a linear layer: quantize each row with its own scale, then multiply in int8.
 
@@ -211,6 +212,8 @@ def linear_dynamic(
         ``bias_relu``, ``bias_gelu`` or ``bias_silu``, which need a bias. By default there is no activation.
     output_element : str, optional
         Element of the result. By default that of the input.
+    nonfinite : str, optional
+        ``propagate`` makes a row with a NaN or an infinity a row of NaN. By default a NaN counts as 0.
 
     Returns
     -------
@@ -224,7 +227,8 @@ def linear_dynamic(
         If no kernel can serve the problem.
     """
     given = (input, weight_q, weight_scale, None, bias)
-    return _called("quantized_linear", given, epilogue=epilogue, output_element=output_element)
+    fields = {"epilogue": epilogue, "output_element": output_element, "nonfinite": nonfinite}
+    return _called("quantized_linear", given, **fields)
 
 
 def linear_scaled(

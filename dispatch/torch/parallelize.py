@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -166,9 +165,9 @@ def _check_cuts(model: nn.Module, cuts: list[_Cut]) -> None:
     """Raise for a layer that cannot be split so."""
     for cut in cuts:
         layer = model.get_submodule(cut.name)
-        if propagates(layer):
-            rule = "be made without nonfinite='propagate': ranks do not pass on what is not finite"
-            raise InvalidProblem("parallelize_", cut.name, "a layer that propagates NaN", rule)
+        if isinstance(layer, StaticLinear) and propagates(layer):
+            rule = "be made without nonfinite='propagate': ranks pass on what is not finite in dynamic layers alone"
+            raise InvalidProblem("parallelize_", cut.name, "a static layer that propagates NaN", rule)
         check_parts("parallelize_", cut.name, layer, cut.shards.axis, cut.parts or ())
 
 
@@ -205,7 +204,7 @@ def _applied(model: nn.Module, ranks: Group, cuts: list[_Cut]) -> Parallelizatio
         model.set_submodule(cut.name, made)
         converted[cut.name] = f"{cut.kind.__name__}, {made.shards.parts(*made.whole)} along {cut.shards.axis}"
     left = [n for n, m in model.named_modules() if isinstance(m, Int8Linear) and not isinstance(m, ShardedLinear)]
-    return Parallelization(MappingProxyType(converted), tuple(left))
+    return Parallelization(converted, tuple(left))
 
 
 @dataclass(frozen=True)

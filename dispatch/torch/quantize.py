@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +11,11 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
-from skuda.torch.int4 import Weights, check_weights, int4_linear
+from skuda.registry.value import expect
+from skuda.torch.int4 import Weights, check_weights, int4_linear, per_row, per_row_text
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
-from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
+from skuda.torch.joined import Part, int8_layers
+from skuda.torch.nonfinite import Nonfinite, check_nonfinite, kind_of, propagating
 from skuda.torch.replaceable_layers import (
     ALREADY,
     NOT_SELECTED,
@@ -24,7 +25,6 @@ from skuda.torch.replaceable_layers import (
     as_linear,
     bytes_of,
     carry,
-    check_flag,
     check_model,
     describe_saving,
     is_conv1d,
@@ -33,6 +33,8 @@ from skuda.torch.replaceable_layers import (
     selects,
     table,
 )
+
+_NOT_CODES = "the checkpoint has no codes of it"
 
 
 class Config(Protocol):
@@ -64,8 +66,7 @@ class Dynamic:
     ----------
     nonfinite : {"ignore", "propagate"}
         What a NaN or an infinity in an input does. By default a NaN counts as 0, so later layers do not see it. With
-        ``"propagate"`` its row of the output becomes NaN, which takes one more pass over the input. `fuse_` leaves such
-        layers, and `parallelize_` refuses them.
+        ``"propagate"`` its row of the output becomes NaN, at no cost, also in fused models and on several ranks.
     weights : {"int8", "int4"}
         With ``"int4"``, a weight takes half the memory; see `skuda.torch.int4.int4_weight`. Layers in training then
         stay.
@@ -89,7 +90,7 @@ class Dynamic:
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
         check_weights("Dynamic", self.weights, self.group_size)
-        check_flag("Dynamic", "symmetric", self.symmetric)
+        expect("Dynamic", "symmetric", self.symmetric, bool, "be True or False")
         if self.symmetric not in ((False, True) if self.weights == "int4" else (False,)):
             raise InvalidProblem("Dynamic", "symmetric", shown(self.symmetric), "be False, or True with weights='int4'")
 
@@ -129,6 +130,8 @@ class Report:
         Memory of the parameters and buffers of the whole model.
     layer_bytes_before, layer_bytes_after : int
         Memory of those of the converted layers.
+    per_row : tuple of str
+        Converted layers of 4-bit weights with one scale a row, which are far less accurate than groups.
     """
 
     converted: Mapping[str, str]
@@ -139,6 +142,7 @@ class Report:
     bytes_after: int
     layer_bytes_before: int
     layer_bytes_after: int
+    per_row: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         layers = _change(self.layer_bytes_before, self.layer_bytes_after)
@@ -151,6 +155,8 @@ class Report:
         lines += table("not folded:", self.not_folded)
         if {"DynamicLinear", "SmoothedLinear", "StaticLinear"}.intersection(self.converted.values()):
             lines.append('  a NaN in an input counts as 0: with nonfinite="propagate", its row of the output is NaN')
+        if self.per_row:
+            lines.append(f"  {per_row_text(self.per_row)}")
         return "\n".join(lines)
 
 
@@ -230,15 +236,41 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     adopt_adapters(model)
     folded = joint.fold(model, converted) if hasattr(joint, "fold") else {}
     return Report(
-        converted=MappingProxyType({name: type(new).__name__ for name, new in converted.items()}),
-        left=MappingProxyType(left | {each.name: each.reason for each in others}),
-        folded=MappingProxyType(folded),
-        not_folded=MappingProxyType(getattr(joint, "not_folded", {})),
+        converted={name: kind_of(new) for name, new in converted.items()},
+        left=left | {each.name: each.reason for each in others},
+        folded=folded,
+        not_folded=dict(getattr(joint, "not_folded", {})),
         bytes_before=total,
         bytes_after=bytes_of(model),
         layer_bytes_before=before,
         layer_bytes_after=sum(map(bytes_of, converted.values())),
+        per_row=_per_row(converted, getattr(config, "group_size", None)),
     )
+
+
+def report_of_loaded(model: nn.Module) -> Report:
+    """Return the report of a model whose int8 layers were loaded. What was before are the same layers of floats."""
+    layers = dict(int8_layers(model))
+    after = sum(map(bytes_of, layers.values()))
+    floats = (each for layer in layers.values() for each in (layer.weight, layer.bias) if each is not None)
+    before, total = sum(each.numel() * each.dtype.itemsize for each in floats), bytes_of(model)
+    left = {name: _NOT_CODES for name, layer in linears(model) if not isinstance(layer, Int8Linear)}
+    return Report(
+        converted={name: type(layer).__name__ for name, layer in layers.items()},
+        left=left | {each.name: each.reason for each in other_matrices(model)},
+        folded={},
+        not_folded={},
+        bytes_before=total - after + before,
+        bytes_after=total,
+        layer_bytes_before=before,
+        layer_bytes_after=after,
+        per_row=_per_row(layers, None),
+    )
+
+
+def _per_row(layers: Mapping[str, nn.Module], group_size: int | None) -> tuple[str, ...]:
+    int8 = {name: layer for name, layer in layers.items() if isinstance(layer, Int8Linear | Part)}
+    return tuple(name for name, layer in int8.items() if per_row(layer, group_size))
 
 
 def _sorted(model: nn.Module, filter_fn: Filter | None) -> tuple[dict[str, nn.Module], dict[str, str]]:

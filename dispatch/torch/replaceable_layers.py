@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.int8_linear import Int8Linear
+from skuda.torch.source import CALL_HOOKS, linear_subclass
 
 Filter = Callable[[nn.Module, str], bool]
 """A function of a layer and its qualified name that selects layers, like the filters of torchao."""
@@ -35,7 +36,6 @@ _READS_WEIGHTS = (nn.TransformerEncoderLayer,)
 """Modules of torch that pass the weights of their layers to a fused kernel instead of calling the layers."""
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = nn.modules.conv._ConvNd  # noqa: SLF001  torch has no public name for all of them
-CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_HOOKS = tuple(
     f"_{what}_hooks" for what in ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
 )
@@ -69,16 +69,15 @@ def check_count(subject: str, field: str, number: object, least: int = 0, below:
         raise InvalidProblem(subject, field, shown(number), f"be below {below}")
 
 
-def check_flag(subject: str, field: str, flag: object) -> None:
-    """Raise `InvalidProblem` unless the flag is True or False."""
-    if not isinstance(flag, bool):
-        raise InvalidProblem(subject, field, shown(flag), "be True or False")
-
-
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is the linear layer of GPT-2 in transformers, whose weight has the shape (K, N)."""
     # Without an import: if nobody has imported transformers, no module is one.
     return type(module) is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this is an `nn.Linear`, or of a subclass that is proven to compute the same."""
+    return isinstance(module, nn.Linear) and (type(module) is nn.Linear or linear_subclass(module) is None)
 
 
 def sizes_of(layer: Any) -> tuple[int, int]:
@@ -87,14 +86,20 @@ def sizes_of(layer: Any) -> tuple[int, int]:
 
 
 def as_linear(layer: Any) -> nn.Linear:
-    """Return a `Conv1D` as a new `nn.Linear` with a dense weight of shape (N, K), and any other layer itself."""
-    if not is_conv1d(layer):
+    """Return a `Conv1D` as a new `nn.Linear` with a dense weight of shape (N, K), and any other layer itself.
+
+    One of a subclass that computes the same is returned as a new `nn.Linear` with its parameters.
+    """
+    conv1d = is_conv1d(layer)
+    if not conv1d and (type(layer) is nn.Linear or not is_linear(layer)):
         found: nn.Linear = layer
         return found
-    linear = nn.Linear(layer.nx, layer.nf, device="meta")
+    n, k = sizes_of(layer)
+    linear = nn.Linear(k, n, device="meta")
     weight = layer.weight
-    linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
-    linear.bias = layer.bias
+    if conv1d:
+        weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
+    linear.weight, linear.bias = weight, layer.bias
     vars(linear).update(_own_attributes(layer))
     return linear.train(layer.training)
 
@@ -130,7 +135,7 @@ def _own_attributes(layer: nn.Module) -> dict[str, Any]:
     if is_conv1d(layer):
         own = {key: held[key] for key in held if key not in _OF_TORCH | {"nf", "nx"}}
         return own | {_ORIGINAL: original_of(layer)}
-    if type(layer) is nn.Linear:
+    if is_linear(layer):
         return {key: held[key] for key in held if key not in _OF_TORCH}
     return {key: held[key] for key in (*held.get(_CARRIED, ()), _ORIGINAL) if key in held}
 
@@ -295,9 +300,7 @@ def describe_saving(model: nn.Module) -> None:
 
     Without the scheme, a reader would take the codes for weights in floating point.
     """
-    loaded = sys.modules.get("transformers.modeling_utils")
-    kind = getattr(loaded, "PreTrainedModel", None)
-    if kind is None or not any(isinstance(module, kind) for module in model.modules()):
+    if not any(is_of_transformers(module) for module in model.modules()):
         return
     try:
         bridge = importlib.import_module("skuda.torch.transformers")  # by name, because it imports this module
@@ -306,6 +309,13 @@ def describe_saving(model: nn.Module) -> None:
         warnings.warn(f"{text}, or: pip install 'skuda[transformers]'", stacklevel=3)
     else:
         bridge.describe_(model)
+
+
+def is_of_transformers(module: object) -> bool:
+    """Whether this is a model of transformers."""
+    # Without an import, as in `is_conv1d`.
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def table(title: str, of: Mapping[str, str]) -> list[str]:
@@ -325,15 +335,15 @@ def hooked(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in CALL_HOOKS + _STATE_HOOKS)
 
 
-def _own_code(linear: nn.Module) -> str | None:
+def _own_code(linear: Any) -> str | None:
     """Return what a layer does besides a product, because a replacement would not do it; or None."""
-    plain = type(linear) is nn.Linear or is_conv1d(linear)
+    plain = is_linear(linear) or is_conv1d(linear)
     if not plain and not hasattr(linear, "to_int8"):
         if nn.utils.parametrize.is_parametrized(linear):
             return "it has parametrizations: remove them first (torch.nn.utils.parametrize)"
         if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
             return "it is lazy: run the model once"
-        return f"it is a {type(linear).__name__}, which may do more than nn.Linear"
+        return f"it is a {type(linear).__name__}, {linear_subclass(linear)}"
     if "forward" in vars(linear):
         return "its forward was replaced (as by a device map)"
     if vars(linear).get("_compiled_call_impl") is not None:

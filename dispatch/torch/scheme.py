@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem, InvalidRecord
@@ -25,7 +27,7 @@ from skuda.registry.text import shown
 from skuda.torch.int4_checkpoint import PACK_QUANTIZED, Int4Format
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
-from skuda.torch.replaceable_layers import hooked, is_conv1d, original_of
+from skuda.torch.replaceable_layers import hooked, is_conv1d, is_linear, linears, original_of, other_matrices
 
 FORMAT = "int-quantized"
 PACKED = "skuda-int4"
@@ -35,6 +37,14 @@ OWN_METHOD = "skuda"
 """Marks a checkpoint that others would misread: smoothing factors, 4-bit weights, or codes (N, K) of a `Conv1D`."""
 
 _VERSION = "0.20.0"
+_MOST_NAMES = 64
+"""Names in `ignore` that differ in numbers alone. More of them become one pattern."""
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
 class ActivationScheme(StrEnum):
@@ -123,9 +133,100 @@ class SchemeGroup:
         return _arguments("tensor" if self.per_tensor else "channel", dynamic=False)
 
 
+class FileNames(NamedTuple):
+    """The names of a model's tensors in a file.
+
+    Attributes
+    ----------
+    of : mapping of str to str
+        The name in a file, by the model's name, of tensors that have others there.
+    converted : mapping of str to Tensor
+        What tensors become that are merged or split for the file, by name, without values.
+    """
+
+    of: Mapping[str, str]
+    converted: Mapping[str, Tensor]
+
+    def owner(self, name: str) -> str:
+        """Return the name in a file of the module of a tensor."""
+        return self.of.get(name, name).rpartition(".")[0]
+
+    def matrices(self, model: nn.Module) -> Iterator[tuple[str, int]]:
+        """Yield the name in a file, and the number of axes, of each matrix of floats by which inputs may be multiplied.
+
+        Readers may make a linear layer of any of them, also of those that are one parameter of several matrices here.
+        """
+        plain = {f"{name}.weight": 2 for name, layer in linears(model) if not isinstance(layer, Int8Linear)}
+        for each in other_matrices(model):
+            shape = model.get_parameter(each.name).shape
+            if each.multiplies and (len(shape) == 2 or shape[0] > 1):  # others are tokens and positions
+                plain[each.name] = len(shape)
+        yield from ((self.of.get(name, name), axes) for name, axes in plain.items() if name in self.of or not self.of)
+        yield from ((name, each.dim()) for name, each in self.converted.items() if each.dim() > 1)
+
+
+def _ignored(matrices: Iterable[tuple[str, int]], layers: Collection[str]) -> tuple[str, ...]:
+    """Return targets that match the modules of these tensors, and none of the int8 layers."""
+    owners: dict[str, bool] = {}
+    for name, axes in matrices:
+        owner, _, last = name.rpartition(".")
+        several = axes > 2 and last != "weight" and not any(layer.startswith(f"{owner}.") for layer in layers)
+        owners[owner or name] = several or owners.get(owner, False)
+    alike: defaultdict[tuple[str, bool], list[str]] = defaultdict(list)
+    for owner, several in owners.items():
+        alike[re.sub(r"\d+", "#", owner), several].append(owner)
+    found: list[str] = []
+    for (form, several), names in alike.items():
+        end = r"(\..*)?$" if several else "$"  # readers name each of several matrices
+        kept = form[form[: max(form.find(".#"), 0)].rfind(".") + 1 :]  # readers put models into others
+        pattern = f"(.*\\.)?{re.escape(kept)}{end}".replace(r"\#", r"\d+")
+        if not (several or len(names) > _MOST_NAMES):
+            found += names
+        elif not any(re.match(pattern, layer) for layer in layers):
+            found.append(f"re:{pattern}")
+        else:
+            found += [f"re:{re.escape(name)}{end}" for name in names] if several else names
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of a model whose tensors of floats differ in them.
+
+    Attributes
+    ----------
+    default : dtype
+        That of all tensors that are not in `other`.
+    other : mapping of str to dtype
+        Those of other tensors, by their names in the file. That of the codes of a layer is the dtype of the weight that
+        they stand for.
+    """
+
+    default: torch.dtype
+    other: Mapping[str, torch.dtype]
+
+    def fields(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        names = {dtype: [name for name, own in self.other.items() if own is dtype] for dtype in self.other.values()}
+        return {"default": _text(self.default)} | {_text(dtype): found for dtype, found in names.items()}
+
+    @classmethod
+    def parse(cls, source: str, fields: object) -> Self:
+        """Read the JSON object; errors as `Scheme.parse`."""
+        read = _Reader(source, "dtypes", fields)
+        default = _DTYPES[read.one_of("default", [*_DTYPES])]
+        other = {name: _DTYPES[key] for key in _DTYPES for name in read.targets(key, default=())}
+        read.finish()
+        return cls(default, other)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Scheme:
-    """The int8 layers of a model, and how they are quantized.
+    """The int8 layers of a model, and how they are quantized. All names are those of the file.
 
     Attributes
     ----------
@@ -134,14 +235,38 @@ class Scheme:
         Targets of layers that stay in floating point.
     own : bool
         Whether only skuda reads it: layers may have smoothing factors or 4-bit weights, or be codes of a `Conv1D`.
+    dtypes : Dtypes or None
+        The dtypes of tensors, if they differ and a reader could not know them.
+    exact : bool
+        Whether the model is exact; see `skuda.torch.exact.exact_`. Other readers ignore it.
     """
 
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] = ()
     own: bool = False
+    dtypes: Dtypes | None = None
+    exact: bool = False
 
-    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, SchemeGroup]]:
+    def renamed(self, module: Callable[[str], str]) -> Self:
+        """Return the scheme with the names that a model has for modules besides those of the file."""
+
+        def both(targets: tuple[str, ...]) -> tuple[str, ...]:
+            names = (name for name in targets if not name.startswith("re:"))
+            return tuple(dict.fromkeys((*targets, *map(module, names))))
+
+        groups = tuple(replace(group, targets=both(group.targets)) for group in self.groups)
+        return replace(self, groups=groups, ignore=both(self.ignore))
+
+    def layers(
+        self, model: nn.Module, files: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[tuple[str, nn.Module, SchemeGroup]]:
         """Yield the name, module and group of each layer that the scheme makes int8. Joined layers appear as `Part`.
+
+        Parameters
+        ----------
+        model : Module
+        files : mapping of str to str
+            Names that patterns are about, by names of modules, if they have others in the file.
 
         Raises
         ------
@@ -151,10 +276,11 @@ class Scheme:
         """
         seen: set[int] = set()
         for name, module in model.named_modules(remove_duplicate=False):
-            group = self._group(name, module)
-            if group is None or matches(self.ignore, name, module) or is_joined(module):
+            stored = files.get(name, name)
+            group = self._group(name, module, stored)
+            if group is None or matches(self.ignore, name, module, stored) or is_joined(module):
                 continue
-            if not isinstance(module, Int8Linear | Part) and type(module) is not nn.Linear and not is_conv1d(module):
+            if not isinstance(module, Int8Linear | Part) and not is_linear(module) and not is_conv1d(module):
                 if next(module.parameters(recurse=False), None) is None:
                     continue
                 _refuse(name, type(module).__name__, "be a torch.nn.Linear: add it to ignore")
@@ -167,15 +293,21 @@ class Scheme:
             seen.add(id(module))
             yield name, module, group
 
-    def _group(self, name: str, module: nn.Module) -> SchemeGroup | None:
+    def _group(self, name: str, module: nn.Module, stored: str) -> SchemeGroup | None:
         """Return the group with the best target: a name, then a pattern, then a class. Of equals, the first."""
-        ranks = [(_matched(group.targets, name, module), group) for group in self.groups]
+        ranks = [(_matched(group.targets, name, module, stored), group) for group in self.groups]
         fitting = [(rank, group) for rank, group in ranks if rank is not None]
         return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     @classmethod
     def of(
-        cls, model: nn.Module, *, parts: bool = False, int4: Mapping[str, Int4Format] = MappingProxyType({})
+        cls,
+        model: nn.Module,
+        *,
+        parts: bool = False,
+        int4: Mapping[str, Int4Format] = MappingProxyType({}),
+        names: FileNames | None = None,
+        dtypes: Dtypes | None = None,
     ) -> Self:
         """Describe the int8 layers of a model.
 
@@ -186,6 +318,9 @@ class Scheme:
             Whether layers may be this rank's parts.
         int4 : mapping of str to Int4Format
             How 4-bit weights of layers are stored in the format of other projects, by name. By default they are packed.
+        names : FileNames, optional
+            The names of tensors in the file. By default those of the model.
+        dtypes : Dtypes, optional
 
         Raises
         ------
@@ -195,28 +330,32 @@ class Scheme:
         if not parts:
             check_whole("checkpoint", model)
         layers = dict(int8_layers(model))
+        names = names or FileNames({}, {})
+        coded = {name: names.owner(f"{name}.weight") for name in layers}
         ways: dict[tuple[ActivationScheme, int | None, Int4Format | None], list[str]] = {}
         for name, layer in layers.items():
             activation = ActivationScheme.of(layer)
             if activation is None:
                 _refuse(name, type(layer).__name__, "be a DynamicLinear or a StaticLinear")
             form = int4.get(name)
-            ways.setdefault((activation, None if form else layer.group_size, form), []).append(name)
+            ways.setdefault((activation, None if form else layer.group_size, form), []).append(coded[name])
         if not ways:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
         kinds = tuple(sorted({original_of(layer) for layer in layers.values()}))
         groups = tuple(
-            SchemeGroup(kinds if len(ways) == 1 else tuple(names), activation, group_size=size, int4=form)
-            for (activation, size, form), names in ways.items()
+            SchemeGroup(kinds if len(ways) == 1 else tuple(targets), activation, group_size=size, int4=form)
+            for (activation, size, form), targets in ways.items()
         )
-        floats = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module))
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
         packed = any(group.group_size is not None for group in groups)
-        return cls(groups, tuple(floats), own=smooth or packed or "Conv1D" in kinds)
+        own = smooth or packed or "Conv1D" in kinds
+        exact = any(getattr(part, "fused_exact", False) for part in model.modules())
+        return cls(groups, _ignored(names.matrices(model), coded.values()), own=own, dtypes=dtypes, exact=exact)
 
     def fields(self) -> dict[str, Any]:
         """Return the `quantization_config`."""
         return {
+            **({} if self.dtypes is None else {"dtypes": self.dtypes.fields()}),
             "config_groups": {
                 f"group_{i}": {
                     "format": group.format,
@@ -237,7 +376,7 @@ class Scheme:
             "sparsity_config": {},
             "transform_config": {},
             "version": _VERSION,
-        }
+        } | ({"exact": True} if self.exact else {})
 
     @classmethod
     def parse(cls, source: str, fields: object) -> Self:
@@ -262,7 +401,8 @@ class Scheme:
         read.one_of("quantization_status", ["compressed"], default="compressed")
         read.absent("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config")
         read.free("global_compression_ratio", "version")
-        ignore = read.targets("ignore", default=())
+        ignore, exact = read.targets("ignore", default=()), read.one_of("exact", [False, True], default=False)
+        dtypes = read.take("dtypes", default=None)
         groups = _Reader(source, "config_groups", read.take("config_groups"))
         found = tuple(
             _group_of(_Reader(source, name, groups.take(name)), formats, given) for name in tuple(groups.names)
@@ -270,7 +410,8 @@ class Scheme:
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
         read.finish()
-        return cls(found, ignore, own=own)
+        kept = None if dtypes is None else Dtypes.parse(source, dtypes)
+        return cls(found, ignore, own=own, dtypes=kept, exact=exact)
 
 
 def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:
@@ -367,12 +508,12 @@ class _Reader:
             self.refuse(name, shown(self.fields[name]), "be absent: this version of skuda does not know it")
 
 
-def matches(targets: tuple[str, ...], name: str, module: nn.Module) -> bool:
-    """Whether a module is a target, by its name, a pattern, or its class."""
-    return _matched(targets, name, module) is not None
+def matches(targets: tuple[str, ...], name: str, module: nn.Module, stored: str | None = None) -> bool:
+    """Whether a module is a target, by its name, a pattern of its name in the file, or its class."""
+    return _matched(targets, name, module, name if stored is None else stored) is not None
 
 
-def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[int, str] | None:
+def _matched(targets: tuple[str, ...], name: str, module: nn.Module, stored: str) -> tuple[int, str] | None:
     """Return the rank of the best matching target, lowest first, or None."""
     classes = {kind.__name__ for kind in type(module).__mro__} | (
         {original_of(module)} if isinstance(module, Int8Linear | Part) else set()
@@ -381,7 +522,7 @@ def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[in
     for target in targets:
         if target == name:
             ranks.append((0, target))
-        elif target.startswith("re:") and re.match(target.removeprefix("re:"), name):
+        elif target.startswith("re:") and re.match(target.removeprefix("re:"), stored):
             ranks.append((1, target))
         elif target in classes:
             ranks.append((2, target))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, Literal, Self, cast
 from weakref import WeakValueDictionary
@@ -79,8 +79,8 @@ class ShardedLinear(Int8Linear):
         name = type(self).__name__
         if not isinstance(whole, DynamicLinear | StaticLinear):
             raise InvalidProblem(name, "whole", type(whole).__name__, "be a DynamicLinear or a StaticLinear")
-        if propagates(whole):
-            rule = "be made without nonfinite='propagate': ranks do not pass on what is not finite"
+        if isinstance(whole, StaticLinear) and propagates(whole):
+            rule = "be made without nonfinite='propagate': ranks pass on what is not finite in dynamic layers alone"
             raise InvalidProblem(name, "whole", type(whole).__name__, rule)
         n, k = whole.out_features, whole.in_features
         self._check_k(k)
@@ -120,6 +120,7 @@ class ShardedLinear(Int8Linear):
         _layers[self._number] = self
         self._split = f"{list(self.whole)} split by {shards}"
         self.train(whole.training)
+        whole.like(self)
 
     def _shared(
         self, whole: Int8Linear, group: Group, shards: Shards | None, parts: tuple[tuple[int, ...], ...] | None
@@ -149,6 +150,7 @@ class ShardedLinear(Int8Linear):
         """Split another whole layer of these sizes in the same way. Return this rank's part."""
         made = type(self)(whole, self.group, self.shards, parts=self.parts if len(self.parts) > 1 else None)
         made.name = self.name
+        self._as_this(made)
         return made
 
     def gathered(self) -> DynamicLinear | StaticLinear:
@@ -180,7 +182,13 @@ class ShardedLinear(Int8Linear):
         else:
             made = StaticLinear(*tensors, **more, dtype=dtype)
         made.train(self.training)
+        self._as_this(made)
         return made
+
+    def _as_this(self, made: Int8Linear) -> None:
+        """Let another layer do likewise with what is not finite."""
+        if self.nonfinite is not None:
+            made.propagating()
 
     def _gathered(self, name: str, held: Tensor) -> Tensor:
         """Return a buffer of the whole layer."""
@@ -310,9 +318,7 @@ class ShardedLinear(Int8Linear):
         scope = "token" if self.dynamic else "tensor"
         spare = getattr(self.group, "spare_multiprocessors", 0) if hides else 0
 
-        def quantize_rows(data: Tensor) -> tuple[Tensor, Tensor]:
-            codes, found, _ = _OPS.dynamic_range.default(data, **CODES)
-            return codes, found
+        amax = partial(_OPS.amax.default, nonfinite=self.nonfinite)
 
         def sums(codes: Tensor) -> Tensor:
             if not spare:
@@ -332,15 +338,16 @@ class ShardedLinear(Int8Linear):
         def product(given: LayerInput) -> Tensor:
             if given.scale is None:
                 tensors = given.data, self.weight_q, scale, None, self.bias
-                return cast("Tensor", _OPS.quantized_linear.default(*tensors, output_element=output))
+                how = {"output_element": output, "nonfinite": self.nonfinite}
+                return cast("Tensor", _OPS.quantized_linear.default(*tensors, **how))
             codes = given.data, self.weight_q, given.scale, given.zero_point, scale, None, self.bias
             made = _OPS.scaled_linear.default(*codes, output_element=output, act_scale_scope=scope)
             return cast("Tensor", made)
 
         return Steps(
-            amax=_OPS.amax.default,
+            amax=amax,
             quantize=lambda data, amax: _OPS.amax_quantize.default(data, amax, **CODES),
-            quantize_rows=quantize_rows,
+            quantize_rows=_coded if self.nonfinite is None else lambda data: _coded(data, amax(data)),
             sums=sums,
             channel_sums=None if self.input_zero_point is None else channel_sums,
             rescale=rescale,
@@ -422,6 +429,13 @@ class RowLinear(ShardedLinear):
         longest = longest_k(ElementKind.S8, ElementKind.S8)
         if k > longest:
             raise InvalidProblem("RowLinear", "k", str(k), f"be at most {longest} where it is split, or split n")
+
+
+def _coded(data: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of rows, from their largest magnitudes if these are given."""
+    ops = _OPS.dynamic_range.default(data, **CODES) if amax is None else _OPS.amax_quantize.default(data, amax, **CODES)
+    codes, scale, *_ = ops
+    return codes, scale
 
 
 @lru_cache(maxsize=4096)

@@ -183,8 +183,8 @@ class SmoothStatic(_Smooth):
         Whether factors may be folded into norms.
     nonfinite : {"ignore", "propagate"}
         What a NaN or an infinity in an input does. By default a NaN counts as 0, and an infinity as the end of the
-        range. With ``"propagate"`` its row of the output becomes NaN, as for `Dynamic`, at the cost of one more pass
-        over the input and one over the output.
+        range. With ``"propagate"`` its row of the output becomes NaN, as for `Dynamic`, but at the cost of one more
+        pass over the input and one over the output.
     weights, group_size
         The bits of a weight, as in `Dynamic`.
 

@@ -10,18 +10,31 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache, reduce
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from skuda.torch.replaceable_layers import CALL_HOOKS
-
+CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REFLECTION = frozenset({"eval", "exec", "globals", "locals", "vars"})
+_OF_ANY_CLASS = frozenset(
+    {"__annotations__", "__doc__", "__firstlineno__", "__init__", "__module__", "__static_attributes__", "forward"}
+)
+"""What a class may define without doing more than its base."""
+_WEIGHT = r"self\.weight\.(?:T|mT|t\(\))"
+_PRODUCT = re.compile(
+    rf"(\w+) = (?:x @ {_WEIGHT}|torch\.matmul\(x, {_WEIGHT}\))\n"
+    r"(?:if self\.bias is None:\n    return \1\nreturn \1 \+ self\.bias"
+    r"|if self\.bias is not None:\n    \1 = \1 \+ self\.bias\nreturn \1)"
+)
+"""The statements of a linear layer that multiplies by its weight and adds its bias, if it has one."""
 _CHECKPOINTING = "transformers.modeling_layers"
 """The module that adds `torch.utils.checkpoint` to layers: in ``__call__``, and since 5.23 around ``forward``."""
 _RENAMING = "transformers.utils.deprecation"
@@ -184,6 +197,47 @@ def source_of(function: Any) -> str:
         return text_of(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0])
     except (OSError, SyntaxError, TypeError):
         return ""
+
+
+def linear_subclass(layer: nn.Linear) -> str | None:
+    """Return why a layer of a subclass of `nn.Linear` may do more than it, or None if it does the same."""
+    kind: Any = type(layer)
+    return _more_than_linear(kind)
+
+
+@cache
+def _more_than_linear(kind: Any) -> str | None:
+    bases = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+    if nn.modules.linear.NonDynamicallyQuantizableLinear in bases:
+        return "whose weight torch reads instead of calling it"
+    more = sorted({name for base in bases for name in vars(base)} - _OF_ANY_CLASS)
+    if more:
+        return f"which has its own {more[0]}"
+    if kind.forward is nn.Linear.forward:
+        return None
+    function: Any = kind.forward
+    parameters = list(inspect.signature(function).parameters.values())
+    if len(parameters) == 2 and parameters[1].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and _plain(function):
+        known = function.__globals__
+        text = re.sub(rf"\b{parameters[1].name}\b", "x", source_of(function))
+        linear = re.fullmatch(r"return ([\w.]+)\(x, self\.weight, self\.bias\)", text)
+        if linear is not None and _global(known, linear[1]) is nn.functional.linear:
+            return None
+        if _PRODUCT.fullmatch(text) and ("torch." not in text or known.get("torch") is torch):
+            return None
+    return "whose forward is not that of nn.Linear"
+
+
+def _plain(function: Any) -> bool:
+    """Whether the source of a function is its own, and its names are those of its module."""
+    code = getattr(function, "__code__", None)
+    return code is not None and not hasattr(function, "__wrapped__") and not code.co_freevars
+
+
+def _global(known: Mapping[str, Any], path: str) -> Any:
+    """Return the object of a dotted name, or None."""
+    first, *rest = path.split(".")
+    return reduce(lambda found, name: getattr(found, name, None), rest, known.get(first))
 
 
 def text_of(tree: Any) -> str:

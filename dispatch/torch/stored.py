@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +25,16 @@ _CODES = (torch.int8, torch.int32)
 _ONE = ((1,), (), (1, 1))
 """The shapes of a single scale. Writers differ."""
 _ABSENT = "be absent: the model has no such tensor, or another scheme"
+
+
+class Converted(Protocol):
+    """Stored tensors that are merged or split into others."""
+
+    def kinds(self) -> Mapping[str, Kind]:
+        """Return the dtypes and shapes of the others, by name."""
+
+    def values(self) -> Mapping[str, Tensor]:
+        """Return the others."""
 
 
 class Tensors:
@@ -59,15 +70,55 @@ class Tensors:
         self._read, self._prefix = read, prefix
         self._left = set(kinds) if left is None else left
 
-    def renamed(self, rename: Callable[[str], str]) -> Self:
-        """Return the same tensors under other names."""
-        names = {rename(name): name for name in self.kinds}
-        kinds = {new: self.kinds[name] for new, name in names.items()}
-        return type(self)(self.source, kinds, lambda name: self._read(names[name]))
+    def renamed(self, names: Mapping[str, str], converted: Iterable[Converted] = ()) -> Self:
+        """Return tensors under other names.
+
+        Parameters
+        ----------
+        names : mapping of str to str
+            New names by old ones. Other tensors are left out.
+        converted : iterable of Converted
+            What becomes of those.
+
+        Raises
+        ------
+        InvalidRecord
+            For two tensors of one name.
+        """
+        read: dict[str, Callable[[str], Tensor]] = {}
+        kinds: dict[str, Kind] = {}
+        ready: dict[str, Tensor] = {}
+
+        def add(name: str, kind: Kind, function: Callable[[str], Tensor]) -> None:
+            if name in kinds:
+                raise InvalidRecord(self.source, f"tensor {name}", "two tensors that become it", "be there once")
+            kinds[name], read[name] = kind, function
+
+        def made(group: Converted, name: str) -> Tensor:
+            if name not in ready:
+                ready.update(group.values())
+            return ready.pop(name)
+
+        def original(old: str, _: str) -> Tensor:
+            return self._read(old)
+
+        for old, new in names.items():
+            add(new, self.kinds[old], partial(original, old))
+        for group in converted:
+            for name, kind in group.kinds().items():
+                add(name, kind, partial(made, group))
+        return type(self)(self.source, kinds, lambda name: read[name](name))
 
     def within(self, prefix: str) -> Self:
         """Return the same tensors, with a prefix and a dot before every requested name."""
         return type(self)(self.source, self.kinds, self._read, files=self.files, prefix=f"{prefix}.", left=self._left)
+
+    def without_values(self, name: str) -> Tensor:
+        """Return a tensor on the meta device; raise `InvalidRecord` for a dtype that torch lacks."""
+        dtype, shape = self.kinds[self._prefix + name]
+        if isinstance(dtype, str):
+            self.refuse(name, _text((dtype, shape)), _ABSENT)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self.kinds
@@ -76,10 +127,10 @@ class Tensors:
         """Return the tensors with the prefix, by the rest of their names, on the meta device."""
         found = {}
         for full in filter(lambda full: full.startswith(self._prefix), self.kinds):
-            name, (dtype, shape) = full.removeprefix(self._prefix), self.kinds[full]
-            if isinstance(dtype, str) or "." in name:
+            name = full.removeprefix(self._prefix)
+            if "." in name:
                 self.refuse(name, _text(self.kinds[full]), _ABSENT)
-            found[name] = torch.empty(shape, dtype=dtype, device="meta")
+            found[name] = self.without_values(name)
         return found
 
     def take(self, name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
@@ -125,6 +176,7 @@ def int8_layer(
     smooth: bool = False,
     rounded: Callable[[float], object] | None = None,
     device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> DynamicLinear | SmoothedLinear | StaticLinear:
     """Return the int8 replacement of a module. It shares no memory with the stored tensors.
 
@@ -142,6 +194,9 @@ def int8_layer(
         Allows rounded group scales of 4-bit weights, and takes their largest difference; see `read_int4`.
     device : device, optional
         By default that of the module.
+    dtype : dtype, optional
+        The dtype of the weight that the codes stand for. The bias may then have any of floats. By default that of the
+        module.
 
     Raises
     ------
@@ -149,7 +204,8 @@ def int8_layer(
         For a tensor that is missing, or has another dtype or shape.
     """
     n, k = module.whole if hasattr(module, "whole") else sizes_of(module)
-    device, dtype = device or module.weight.device, module.weight.dtype
+    biases = _SCALES if dtype or module.bias is None else module.bias.dtype
+    device, dtype = device or module.weight.device, dtype or module.weight.dtype
     dtype = dtype if dtype.is_floating_point else None  # codes of another library
 
     def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
@@ -168,7 +224,7 @@ def int8_layer(
         scale = taken("weight_scale", _SCALES, *(_ONE if group.per_tensor else ((n, 1), (n,))))
         scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
         found.take_zeros("weight_zero_point")
-    bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
+    bias = None if module.bias is None else taken("bias", biases, (n,))
     factors = taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None
     made: DynamicLinear | SmoothedLinear | StaticLinear
     if group.activation is not ActivationScheme.DYNAMIC:

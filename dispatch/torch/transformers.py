@@ -10,17 +10,23 @@ import also registers `attn_implementation="skuda"`; see `skuda.torch.attention`
     model = AutoModelForCausalLM.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(floats, quantization_config=SkudaConfig())
     model.save_pretrained(folder)  # a checkpoint that vLLM reads, too
+
+Weights of int8 layers are buffers, so that nothing trains them. ``next(model.parameters())`` therefore fails for a
+module of int8 layers alone. `device`, `dtype` and `num_parameters()` of a model count them. With a device map to the
+disk, floats are offloaded, and codes stay in memory. ``model.dequantize()`` does what `skuda.torch.dequantize_` does. A
+layer that a checkpoint lacks, such as the head of a classifier from a language model, is a new one of floats.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -29,8 +35,6 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependen
 from skuda.registry.text import one_line, shown
 
 try:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
     from transformers.modeling_utils import PreTrainedModel
     from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -38,18 +42,25 @@ except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
 import skuda.torch.attention  # noqa: F401  it registers an attention
-from skuda.torch.checkpoint import described, opened_files
+from skuda.torch.checkpoint import described, opened_files, scheme_of
+from skuda.torch.dequantize import dequantize_
 from skuda.torch.exact import exact_
+from skuda.torch.int4 import warn_per_row
 from skuda.torch.int4_checkpoint import PACK_QUANTIZED, warn_rounded
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
-from skuda.torch.quantize import Dynamic, Report, quantize_
-from skuda.torch.replaceable_layers import check_flag
+from skuda.torch.quantize import Dynamic, Report, quantize_, report_of_loaded
+from skuda.torch.renaming import cast_, dtype_of, in_model, planned, renamed, untie_, without_codes
+from skuda.torch.replaceable_layers import sizes_of
 from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
 for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
     _known.pop(OWN_METHOD, None)  # that of an import that was interrupted afterwards; registering again is an error
+
+_OPTIONS = ("ignore", "weights", "group_size", "symmetric", "exact", "round_scales")
+_OF_FLOATS = ("ignore", "weights", "group_size", "symmetric")
+"""Options that choose how floats are quantized."""
 
 
 @register_quantization_config(OWN_METHOD)
@@ -57,37 +68,50 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of `from_pretrained` for int8 layers with dynamic scales.
 
     `from_pretrained` loads the whole checkpoint of floats, then quantizes layer by layer. So it needs the memory of the
-    floats for a while. The report of `quantize_` is in ``model.hf_quantizer.report``.
+    floats for a while. The report of `quantize_` is in ``model.hf_quantizer.report``. A mapping such as
+    ``{"quant_method": "skuda", "weights": "int4"}`` does the same.
+
+    For a checkpoint that is quantized already, only `exact` and `round_scales` apply. Others are refused, except for
+    `weights` that it has.
 
     Parameters
     ----------
     ignore : sequence of str, optional
         Layers that stay in floating point: names, or patterns of ``re:`` and a regular expression that matches from the
         start of a name. By default the layer that returns the logits.
-    weights, group_size, symmetric
+    weights, group_size, symmetric : optional
         As in `skuda.torch.Dynamic`.
-    exact : bool
+    exact : bool, optional
         Whether the whole model becomes exact, the head included; see `skuda.torch.exact.exact_`. Then `ignore` must be
-        left out.
+        left out. By default as the checkpoint says; one of floats does not become exact.
     round_scales : bool
         As in `skuda.torch.load_`, for a checkpoint of 4-bit weights, whose own config says all else.
     scheme : Scheme, optional
-        The scheme of an int8 checkpoint. With it, nothing is quantized.
+        The scheme of an int8 checkpoint, in place of all other arguments.
+
+    Raises
+    ------
+    InvalidProblem
+        For an invalid value.
     """
+
+    asked: Scheme | None = None
+    """The scheme in the config that a user gave for a checkpoint with its own."""
 
     def __init__(
         self,
         ignore: Sequence[str] | None = None,
         *,
-        weights: Literal["int8", "int4"] = "int8",
-        group_size: int = 128,
-        symmetric: bool = False,
-        exact: bool = False,
+        weights: Literal["int8", "int4"] | None = None,
+        group_size: int | None = None,
+        symmetric: bool | None = None,
+        exact: bool | None = None,
         round_scales: bool = False,
         scheme: Scheme | None = None,
     ) -> None:
         for name, flag in (("exact", exact), ("round_scales", round_scales)):
-            check_flag("SkudaConfig", name, flag)
+            if flag is not None and not isinstance(flag, bool):
+                raise InvalidProblem("SkudaConfig", name, shown(flag), "be True or False")
         if not (ignore is None or isinstance(ignore, (list, tuple, set, frozenset, str))):
             raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be a list of names")
         if exact and ignore:
@@ -101,25 +125,80 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 rule = f"be names and regular expressions ({error})"
                 raise InvalidProblem("SkudaConfig", "ignore", pattern, rule) from error
         self.quant_method = OWN_METHOD
-        self.ignore = () if exact else None if ignore is None else tuple(ignore)
-        self.dynamic = Dynamic(weights=weights, group_size=group_size, symmetric=symmetric)
-        self.exact = exact
-        self.round_scales = round_scales
+        self.ignore = None if ignore is None else tuple(ignore)
+        self.weights, self.group_size, self.symmetric = weights, group_size, symmetric
+        self.exact, self.round_scales = exact, round_scales
         self.scheme = scheme
+        _ = self.dynamic
+        if scheme is not None and self._given():
+            raise InvalidProblem("SkudaConfig", "scheme", "a scheme beside other arguments", "be the only argument")
+
+    @property
+    def dynamic(self) -> Dynamic:
+        """How layers of floats are quantized."""
+        given = {name: value for name, value in self._given().items() if name in _OF_FLOATS[1:]}
+        return Dynamic(**given)
+
+    def _given(self) -> dict[str, Any]:
+        """Return the options that differ from those of `SkudaConfig()`, as JSON has them."""
+        held = {name: getattr(self, name) for name in _OPTIONS}
+        given = {name: value for name, value in held.items() if value is not None}
+        if self.ignore is not None:
+            given["ignore"] = list(self.ignore)
+        if not self.round_scales:
+            del given["round_scales"]
+        return given
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002  the signature of transformers
-        """Read the `quantization_config` of a checkpoint; errors as `Scheme.parse`."""
-        found = cls(scheme=Scheme.parse("config.json", config_dict))
+        """Read what `to_dict` returns: the `quantization_config` of a checkpoint, or options.
+
+        Raises
+        ------
+        InvalidProblem
+            For options that are unknown, or have invalid values.
+        InvalidRecord
+            As `Scheme.parse`.
+        """
+        if config_dict.get("quant_method") == OWN_METHOD and not {"config_groups", "format"} & config_dict.keys():
+            options = {name: value for name, value in config_dict.items() if name != "quant_method"}
+            for name in options.keys() - set(_OPTIONS):
+                rule = f"be left out: the options are {', '.join(_OPTIONS)}"
+                raise InvalidProblem("SkudaConfig", name, shown(options[name]), rule)
+            found = cls(**options)
+        else:
+            found = cls(scheme=Scheme.parse("config.json", config_dict))
         return (found, kwargs) if return_unused_kwargs else found
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """Return what transformers gives to the config of a checkpoint."""
-        return {"round_scales": self.round_scales}
+        """Return what transformers gives to the config of a checkpoint. `check_checkpoint` then checks it."""
+        asked = {} if self.scheme is None else {"asked": self.scheme}
+        return self._given() | {"round_scales": self.round_scales} | asked
+
+    def check_checkpoint(self) -> None:
+        """Raise `InvalidProblem` for an option that a checkpoint which is quantized already cannot take."""
+        if self.scheme is None:
+            rule = "describe int8 layers: to quantize floats, give it to from_pretrained, not in config.json"
+            raise InvalidProblem("from_pretrained", "quantization_config", shown(self.to_dict()), rule)
+        if self.asked not in (None, self.scheme):
+            rule = "be that of the checkpoint's own config, or be left out"
+            raise InvalidProblem("from_pretrained", "scheme", "another scheme", rule)
+        fields = [group.weights() for group in self.scheme.groups]
+        held = " and ".join(sorted({f"int{each['num_bits']}" for each in fields}))
+        for name in _OF_FLOATS:
+            value = getattr(self, name)
+            if value is not None and (name != "weights" or value != held):
+                rule = f"be left out: the checkpoint is quantized already, with weights of {held}, as its config says"
+                raise InvalidProblem("from_pretrained", name, shown(value), rule)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the `quantization_config` of a checkpoint. Before quantization it has only the method."""
-        return {"quant_method": OWN_METHOD} if self.scheme is None else self.scheme.fields()
+        """Return the `quantization_config` of a checkpoint or, before quantization, the options."""
+        return {"quant_method": OWN_METHOD, **self._given()} if self.scheme is None else self.scheme.fields()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SkudaConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _CompressedTensorsConfig:
@@ -140,6 +219,40 @@ _others = (kind for kind in auto.LOADING_ATTRIBUTES_CONFIG_TYPES if kind.__modul
 auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*_others, SkudaConfig)
 
 
+def _answers() -> None:
+    """Let models tell device, dtype and number of parameters of int8 layers, whose weights are no parameters."""
+    told: Any = PreTrainedModel
+    device, dtype, count = told.device.fget, told.dtype.fget, told.num_parameters
+
+    def asked(ask: Callable[[Any], Any], of_layer: Callable[[Any], Any]) -> property:
+        @wraps(ask)
+        def answer(model: Any) -> Any:
+            try:
+                return ask(model)
+            except StopIteration:  # it has no parameter
+                layer = next((layer for _, layer in int8_layers(model)), None)
+                if layer is None:
+                    raise
+                return of_layer(layer)
+
+        return property(answer)
+
+    @wraps(count)
+    def num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  the signature of transformers
+        found: int = count(model, only_trainable, exclude_embeddings)
+        if only_trainable:
+            return found
+        tensors = [each for _, layer in int8_layers(model) for each in (layer.weight, layer.bias) if each is not None]
+        return found + sum(int(tensor.numel()) for tensor in tensors)
+
+    told.device = asked(device, lambda layer: layer.weight_q.device)
+    told.dtype = asked(dtype, lambda layer: layer.weight_dtype)
+    told.num_parameters = num_parameters
+
+
+_answers()
+
+
 @register_quantizer(OWN_METHOD)
 class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     """Puts int8 layers into a model: before loading an int8 checkpoint, or after loading a checkpoint of floats.
@@ -148,7 +261,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     ----------
     report : Report or None
         The report of `quantize_`, which a user finds in ``model.hf_quantizer.report``. It lists what `ignore` excludes,
-        too. None for an int8 checkpoint.
+        too. That of an int8 checkpoint compares its layers with the same layers of floats.
     """
 
     requires_calibration = False
@@ -156,8 +269,23 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     quantization_config: SkudaConfig
     report: Report | None = None
-    _unread: Mapping[str, tuple[nn.Module, SchemeGroup]] = MappingProxyType({})
-    """Layers of which transformers reads the tensors as they are stored."""
+
+    def __init__(self, quantization_config: SkudaConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._unread: dict[str, tuple[nn.Module, SchemeGroup]] = {}
+        """Layers of which transformers reads the tensors as they are stored."""
+        self._codes: tuple[str, ...] = ()
+        """Tensors of int8 layers in the checkpoint."""
+        self._dtypes: dict[str, torch.dtype] = {}
+        """Dtypes of tensors. Those in which transformers loads them may differ, also by its version."""
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """Raise `InvalidProblem` for options that a checkpoint cannot take."""
+        if self.pre_quantized:
+            self.quantization_config.check_checkpoint()
+        elif self.quantization_config.scheme is not None:
+            rule = "be left out: the checkpoint is of floats, and nothing says that it is quantized"
+            raise InvalidProblem("from_pretrained", "scheme", "a scheme of int8 layers", rule)
 
     @property
     def is_trainable(self) -> bool:
@@ -179,10 +307,20 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         owner, name = param_name.rpartition(".")[::2]
         return name == "weight" and getattr(model.get_submodule(owner), "group_size", None) is not None
 
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Return the conversions of a checkpoint without those that would change codes and not their scales."""
+        found: list[Any] = super().update_weight_conversions(without_codes(weight_conversions, self._codes), *model)
+        return found
+
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
+        self,
+        model: Any,
+        checkpoint_files: Sequence[str] | None = None,
+        device_map: Mapping[str, Any] | str | None = None,
+        **_: Any,
     ) -> None:
         if not self.pre_quantized:
+            _check_one_device(device_map)
             return
         scheme = self.quantization_config.scheme
         files = [Path(file) for file in checkpoint_files or ()]
@@ -190,73 +328,133 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             had = shown([file.name for file in files])
             raise InvalidProblem("from_pretrained", "checkpoint", had, "be safetensors files, with their config")
         with opened_files(*files) as found:
-            # transformers applies the same renaming later, when it loads them.
-            renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-            tensors = found.renamed(lambda name: _name_in(model, rename_source_key(name, renamings, [])[0]))
-            layers = list(scheme.layers(model))
+            stored = renamed(model, found)
+            tensors, self._codes = stored.tensors, stored.codes
+            # transformers makes models of the dtype that the user asks for, or else of that in the config.
+            default = torch.get_default_dtype()
+            said = stored.dtypes(scheme.dtypes) if scheme.dtypes and scheme.dtypes.default is default else {}
+            plan = planned(model, default)
+            every = list(scheme.renamed(stored.module).layers(model, stored.files))
+            layers = [each for each in every if not _is_new(model, each[0], tensors)] or every
             self._unread = {name: (module, group) for name, module, group in layers if group.int4 is not None}
-            for name in self._unread:
-                layer: nn.Module = nn.Module()
-                for part, empty in tensors.within(name).empty().items():
-                    layer.register_buffer(part, empty)
-                model.set_submodule(name, layer)
+            kept: dict[str, torch.dtype] = {}
             for name, module, group in layers:
-                if name in self._unread:
-                    continue
-                # The model has no memory yet, and transformers will read the tensors. This only checks them.
-                layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own)
-                tensors.within(name).finish()
-                # transformers compares shapes, and writers store a single scale or a vector in several.
-                for part, buffer in layer.named_buffers():
-                    if f"{name}.{part}" in tensors:
-                        setattr(layer, part, buffer.new_empty(tensors.kinds[f"{name}.{part}"][1]))
+                part = tensors.within(name)
+                dtype = said.get(f"{name}.weight", plan(f"{name}.weight"))
+                bias = {} if module.bias is None else {"bias": said.get(f"{name}.bias", plan(f"{name}.bias"))}
+                if group.int4 is not None:
+                    layer: nn.Module = _Stored(module, part, dtype)
+                else:
+                    # The model has no memory yet, and transformers will read the tensors. This only checks them.
+                    layer = int8_layer(module, group, part, smooth=scheme.own, dtype=dtype)
+                    part.finish()
+                for own, buffer in layer.named_buffers():
+                    if own not in part:
+                        continue
+                    # transformers compares shapes, and writers store a single scale or a vector in several.
+                    empty = part.without_values(own)
+                    kept[f"{name}.{own}"] = bias.get(own, empty.dtype)
+                    setattr(layer, own, buffer.new_empty(empty.shape, dtype=kept[f"{name}.{own}"]))
                 model.set_submodule(name, layer)
+        untie_(model, {name for name, *_ in layers})
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point() and name not in kept:
+                own = plan(name) if plan(name) is not default else tensor.dtype
+                kept[name] = said.get(name, own)
+        self._dtypes = kept
+        cast_(model, kept)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
-            self._make_unread(model)
-            for name, layer in model.named_modules():
-                if not isinstance(layer, Int8Linear):
-                    continue
-                layer.weight_scale = layer.weight_scale.reshape(-1, 1).expand(layer.out_features, 1).contiguous()
-                if isinstance(layer, StaticLinear):
-                    # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
-                    layer.zero.zero_()
-                    layer.input_scale = layer.input_scale.reshape(1)
-                    if layer.input_zero_point is not None:
-                        layer.input_zero_point = layer.input_zero_point.reshape(1).to(torch.int32)
-                check_values("from_pretrained", name, layer)
+            self._finish(model)
             return model
-        ignore = self.quantization_config.ignore
+        _check_one_device(getattr(model, "hf_device_map", None))
+        config, ignore = self.quantization_config, self.quantization_config.ignore
         if ignore is None:
-            logits = model.get_output_embeddings()
+            logits = None if config.exact else model.get_output_embeddings()
             ignore = tuple(name for name, module in model.named_modules() if module is logits)
-        config = self.quantization_config
         self.report = quantize_(model, config.dynamic, lambda module, name: not matches(ignore, name, module))
         if not self.report.converted:
             rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
             had = one_line(f"{type(model).__name__}, {self.report}", 200)
             raise InvalidProblem("from_pretrained", "model", had, rule)
-        config.scheme = Scheme.of(model)
+        warn_per_row(self.report.per_row, stacklevel=3)
         if config.exact:
             exact_(model)
+        self._describe(model, scheme_of(model))
+        return model
+
+    def _finish(self, model: Any) -> None:
+        """Check the int8 layers that transformers has read, and make the model exact if it is to be."""
+        for name, layer in model.named_modules():
+            # Reading the codes also mends what a device map has put in their place.
+            if isinstance(layer, Int8Linear) and layer.weight_q.is_meta:
+                _refuse_offloaded(name)
+        cast_(model, self._dtypes)
+        self._make_unread(model)
+        for name, layer in model.named_modules():
+            if not isinstance(layer, Int8Linear):
+                continue
+            layer.weight_scale = layer.weight_scale.reshape(-1, 1).expand(layer.out_features, 1).contiguous()
+            if isinstance(layer, StaticLinear):
+                # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
+                layer.zero.zero_()
+                layer.input_scale = layer.input_scale.reshape(1)
+                if layer.input_zero_point is not None:
+                    layer.input_zero_point = layer.input_zero_point.reshape(1).to(torch.int32)
+            check_values("from_pretrained", name, layer)
+        scheme = self.quantization_config.scheme
+        assert scheme is not None
+        self.report = report_of_loaded(model)
+        warn_per_row(self.report.per_row, stacklevel=3)
+        self._make_exact(model, scheme)
+
+    def _describe(self, model: Any, scheme: Scheme) -> None:
+        """Put the scheme in the place of the options, in a config of the model's own."""
+        self.quantization_config = model.config.quantization_config = SkudaConfig(scheme=scheme)
+
+    def _make_exact(self, model: Any, scheme: Scheme) -> None:
+        """Make a model of int8 layers exact if the file, or the user, says so."""
+        asked = self.quantization_config.exact
+        exact = scheme.exact if asked is None else asked
+        if exact:
+            try:
+                exact_(model)
+            except InvalidProblem as problem:
+                if asked:
+                    raise
+                rule = (
+                    f"{problem.must}: the checkpoint says that it is exact; SkudaConfig(exact=False) loads its layers"
+                )
+                raise InvalidProblem("from_pretrained", problem.field, problem.had, rule) from problem
+        self._describe(model, replace(scheme, exact=exact))
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Return the model with layers in floating point, as `dequantize_` makes them; see there."""
+        dequantize_(model, dtype)
         return model
 
     def _make_unread(self, model: nn.Module) -> None:
         """Make the layers of 4-bit weights from stored tensors that transformers has read."""
         rounded: dict[str, float] = {}
         for name, (module, group) in self._unread.items():
-            held = model.get_submodule(name)
+            held: Any = model.get_submodule(name)
+            device = next((each.device for each in held.state_dict().values()), None)
+            if device is not None and device.type == "meta":
+                _refuse_offloaded(name)
             tensors = _held("from_pretrained", name, held)
             layer = int8_layer(
                 module,
                 group,
                 tensors,
                 rounded=partial(rounded.__setitem__, name) if self.quantization_config.round_scales else None,
-                device=next((each.device for each in held.buffers()), None),
+                device=device,
+                dtype=held.dtype,
             )
             tensors.finish()
             model.set_submodule(name, layer.train(held.training))
+            if hasattr(held, "_hf_hook"):  # of a device map
+                import_module("accelerate.hooks").add_hook_to_module(layer, held._hf_hook)  # noqa: SLF001  its only name
         self._unread = {}
         warn_rounded(rounded, stacklevel=2)
 
@@ -298,18 +496,26 @@ def convert_(model: Any) -> tuple[str, ...]:
             rule = "have 8 bits: import skuda.torch.transformers before from_pretrained, or use skuda.torch.load_"
             raise InvalidRecord("convert_", "weights", "4 bits", rule)
         layers = {}
-        for name, module, group in scheme.layers(model):
+        scheme, files, said = in_model(model, scheme)
+        plan = planned(model, dtype_of(model))
+        for name, module, group in scheme.layers(model, files):
             tensors = _held("convert_", name, module)
-            layers[name] = int8_layer(module, group, tensors)
+            dtype = said.get(f"{name}.weight", plan(f"{name}.weight"))
+            layers[name] = int8_layer(module, group, tensors, dtype=dtype)
             tensors.finish()
             check_values("convert_", name, layers[name])
+        for name, tensor in model.state_dict().items():
+            other = name.rpartition(".")[0] not in layers and said.get(name, tensor.dtype) is not tensor.dtype
+            if other and tensor.is_floating_point():
+                rule = f"be {said[name]}, as in the file: import skuda.torch.transformers before from_pretrained"
+                raise InvalidProblem("convert_", name, str(tensor.dtype), rule)
         for name, layer in layers.items():
             model.set_submodule(name, layer.train(model.get_submodule(name).training))
         # It would look for codes to convert at the first call.
         hook = model.__dict__.pop("ct_decompress_hook", None)
         if hook is not None:
             hook.remove()
-    now = Scheme.of(model)
+    now = scheme_of(model)
     config.quantization_config = SkudaConfig(scheme=now)
     model.hf_quantizer = SkudaQuantizer(config.quantization_config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, OWN_METHOD
@@ -322,13 +528,12 @@ def describe_(model: nn.Module) -> None:
     A model that has a quantizer already, or no int8 layer, does not change. Unlike `convert_`, this does not prevent
     casting and training.
     """
+    untie_(model)
     described: dict[int, SkudaQuantizer] = {}
     inside: set[int] = set()
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
-        if isinstance(module.get_output_embeddings(), Int8Linear):
-            module.config.tie_word_embeddings = False  # codes share no memory with an embedding
         if id(module) not in inside:
             # The config of the outer model also describes inner models that have their own config.
             inside |= {id(part) for part in module.modules()}
@@ -357,6 +562,30 @@ def _is_integer(fields: Mapping[str, Any]) -> bool:
     return all(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values())
 
 
+def _is_new(model: Any, name: str, tensors: Tensors) -> bool:
+    """Whether a layer was not in the model that the checkpoint is of, as a classifier's. It stays as it is initialized.
+
+    The model's own class has no such layer, and none lacks in a row of layers of which the checkpoint has others.
+    """
+    if type(model).__name__ in (model.config.architectures or ()):
+        return False
+    numbered = re.compile(re.sub("[0-9]+", "[0-9]+", re.escape(name)) + r"\.weight_scale")
+    return not any(found.startswith(f"{name}.") or numbered.fullmatch(found) for found in tensors.kinds)
+
+
+def _check_one_device(device_map: Mapping[str, Any] | str | None) -> None:
+    """Refuse a map to several places for floats that are to be quantized. Their layers cannot be replaced then."""
+    places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
+    if len(places) > 1 or "disk" in places:
+        rule = "be one device: quantize and save the model there, and load what it saved with this map"
+        raise InvalidProblem("from_pretrained", "device_map", ", ".join(sorted(places)), rule)
+
+
+def _refuse_offloaded(name: str) -> NoReturn:
+    rule = "be False: the codes of int8 layers are buffers, and stay in memory"
+    raise InvalidProblem("from_pretrained", "offload_buffers", f"True, for {name}", rule)
+
+
 def _held(source: str, name: str, module: nn.Module) -> Tensors:
     """Return the tensors of a layer as they are stored. The weight becomes codes."""
     held = {part: tensor.detach() for part, tensor in module.state_dict().items()}
@@ -372,18 +601,17 @@ def _held(source: str, name: str, module: nn.Module) -> Tensors:
     return Tensors(f"{source}, layer {name}", kinds, held.__getitem__)
 
 
-def _name_in(model: Any, name: str) -> str:
-    """Return the model's name of a tensor, if the checkpoint is of the model with or without its head."""
-    prefix = f"{model.base_model_prefix}."
-    if hasattr(model, model.base_model_prefix):
-        return name if name.startswith(prefix) or _has(model, name) else prefix + name
-    return name.removeprefix(prefix)
+class _Stored(nn.Module):
+    """Holds the tensors of a layer of 4-bit weights as they are stored, while transformers reads them.
 
+    Models read the sizes, the weight and the bias of their layers to initialize them.
+    """
 
-def _has(model: nn.Module, name: str) -> bool:
-    """Whether a model has the module of a tensor of this name."""
-    try:
-        model.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        return False
-    return True
+    def __init__(self, module: nn.Module, tensors: Tensors, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = sizes_of(module)
+        self.dtype = dtype
+        self.register_buffer("weight", torch.empty(0, self.in_features, device="meta"), persistent=False)
+        self.register_buffer("bias", None)
+        for part, empty in tensors.empty().items():
+            self.register_buffer(part, empty)

@@ -14,7 +14,7 @@ from skuda.torch.autograd import row_codes
 from skuda.torch.int4 import int4_weight
 from skuda.torch.joined import int8_layers
 from skuda.torch.quantize import Dynamic
-from skuda.torch.replaceable_layers import as_linear, check_model, is_conv1d
+from skuda.torch.replaceable_layers import as_linear, check_model, is_conv1d, is_linear
 from skuda.torch.training import FakeQuantLinear, MixedLinear
 
 
@@ -72,7 +72,7 @@ def _tensors(model: nn.Module, int4: Mapping[str, Dynamic]) -> Iterator[tuple[st
     for name, layer in model.named_modules():
         if isinstance(layer, MixedLinear) or (isinstance(layer, FakeQuantLinear) and not layer.learn_scale):
             weights[f"{name}.weight"] = layer.weight
-        elif name in int4 and (type(layer) is nn.Linear or is_conv1d(layer)):
+        elif name in int4 and (is_linear(layer) or is_conv1d(layer)):
             weights[f"{name}.weight"] = as_linear(layer).weight
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in weights:

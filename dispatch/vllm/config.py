@@ -143,9 +143,13 @@ class SkudaConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
-        """Return ``skuda`` if the user asks for it, and the checkpoint is one of compressed-tensors."""
+        """Return ``skuda`` for a checkpoint of compressed-tensors, if the user or the checkpoint asks for it.
+
+        A checkpoint of an exact model asks for it. Naming another method, such as ``compressed-tensors``, wins.
+        """
         del hf_config
-        return NAME if user_quant == NAME and hf_quant_cfg.get("quant_method") == CHECKPOINT else None
+        asked = user_quant == NAME or (user_quant is None and hf_quant_cfg.get("exact") is True)
+        return NAME if asked and hf_quant_cfg.get("quant_method") == CHECKPOINT else None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Turn names of layers into those of vLLM's model."""

@@ -17,7 +17,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.tensor_op import OPS
 from skuda.vllm import loading
-from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel
+from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, nonfinite
 from skuda.vllm.warming import want
 
 _WEIGHT, _SCALE = "weight", "weight_scale"
@@ -49,6 +49,7 @@ class SkudaHeadMethod(QuantizeMethodBase):
         if not supported:
             _refuse("True", f"be left out: {why}")
         n, config = sum(output_partition_sizes), get_current_vllm_config_or_none()
+        self.fields = {"output_element": "f32", "nonfinite": nonfinite()}
         # A row for each sequence that gets a token, but for log-probabilities of prompts a row for each token.
         self.dtype, self.most = params_dtype, 0 if config is None else config.scheduler_config.max_num_batched_tokens
         codes = torch.zeros(n, input_size_per_partition, dtype=torch.int8)
@@ -67,13 +68,13 @@ class SkudaHeadMethod(QuantizeMethodBase):
             row = torch.empty(1, weight.shape[1], dtype=self.dtype, device="meta")
             held: dict[str, Any] = {"weight_q": weight, "weight_scale": layer.weight_scale}
             held = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
-            problem = OPS["quantized_linear"].problem(activation=row, output_element="f32", **held)
+            problem = OPS["quantized_linear"].problem(activation=row, **self.fields, **held)
             want([problem], max(1, self.most))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return logits, f32 of shape (rows, N), for hidden states of shape (rows, K)."""
         run = torch.ops.skuda.quantized_linear.default
-        logits: Tensor = run(x, layer.weight, layer.weight_scale, None, bias, output_element="f32")
+        logits: Tensor = run(x, layer.weight, layer.weight_scale, None, bias, **self.fields)
         return logits
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8ScaledMMLinearLayerConfig
@@ -23,6 +24,13 @@ from skuda.vllm.status import missing
 logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
 
 Verdict = tuple[bool, str | None]
+
+
+def nonfinite() -> str | None:
+    """Return what layers do with a NaN by the present config: those of an exact model pass it on."""
+    config = get_current_vllm_config_or_none()
+    exact = config is not None and getattr(config.quant_config, "exact", False)
+    return "propagate" if exact else None
 
 
 class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
@@ -53,6 +61,7 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
 
     def __init__(self, c: Int8ScaledMMLinearLayerConfig, layer_param_names: Sequence[str]) -> None:
         super().__init__(c, layer_param_names)
+        self.nonfinite = nonfinite()
         fusion.add_pass()
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -78,7 +87,7 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         weight, weight_scale, input_scale, zero_point, _ = self._get_layer_params(layer)
         ops, symmetric = torch.ops.skuda, self.config.input_symmetric
         if symmetric and not self.config.is_static_input_scheme:
-            found: Tensor = ops.quantized_linear.default(x, weight, weight_scale, None, bias)
+            found: Tensor = ops.quantized_linear.default(x, weight, weight_scale, None, bias, nonfinite=self.nonfinite)
             return found
         fields = {"q_min": -128, "q_max": 127, "output_element": "s8"}
         if self.config.is_static_input_scheme:

@@ -115,7 +115,7 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
             zero = layer.skuda_zero if zero_point is None else zero_point
             codes = _OPS.quantize_per_tensor.default(rows, scale, zero, q_min=-128, q_max=127, output_element="s8")
         else:
-            largest = _OPS.all_reduce.default(_OPS.amax.default(rows), "max", self.group)
+            largest = _OPS.all_reduce.default(_OPS.amax.default(rows, nonfinite=self.nonfinite), "max", self.group)
             codes, scale = _OPS.amax_quantize.default(rows, largest, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
         if zero_point is not None:  # a row of ones gives the sums of the weight's rows, with the same exchange
             codes = torch.cat((codes, codes.new_ones(1, codes.shape[1])))

@@ -2,7 +2,7 @@
 //
 //   y = RN_T(h r norm) with r = 1 / sqrt(fold(h h) / head_size + eps), or h;  h = q, k or v
 //   x = a c - b s, x' = b c + a s for the pairs (a, b) of the first `rotated` y;  x = y - k_offset for keys
-//   scale = max |x| / 127, 1 if 0 in q_scale;  codes = clamp(rne(RN(x / scale)), -127, 127)
+//   scale = max |x| / 127, 1 if 0 in q_scale, a NaN being an infinity;  codes = clamp(rne(RN(x / scale)), -127, 127)
 //
 //   q, k, v          Data, a row for each token, heads side by side, their leading strides apart
 //   q_norm, k_norm   Data, one per element of a head, or null
@@ -33,6 +33,7 @@
 // that are not aligned, and turns of a number of elements that 16 does not divide, take the slow path: partners are
 // computed again from memory.
 #include "griddepcontrol.cuh"
+#include "nonfinite.cuh"
 #include "quotient.cuh"
 
 typedef SKUDA_INPUT Data;
@@ -223,11 +224,11 @@ DEVICE void turn(const Append& p, const Data* h, const Normal& normal, const Ang
 
 // Codes of a head's octet; returns RN(m / 127), of all threads of the head.
 DEVICE f32 quantize(const Append& p, const f32 (&x)[OCTET], u32 (&codes)[OCTET]) {
-  f32 most = 0;
+  s32 most = 0;  // bits, of which those of a NaN are the largest
 #pragma unroll
-  for (int j = 0; j < OCTET; ++j) most = fmaxf(most, fabsf(x[j]));  // skips NaN
-  for (u32 half = p.lanes() / 2; half > 0; half /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, half));
-  const f32 scale = div_rn(most, 127.0f);
+  for (int j = 0; j < OCTET; ++j) most = max_of(most, bits_of(fabsf(x[j])));
+  for (u32 half = p.lanes() / 2; half > 0; half /= 2) most = max_of(most, __shfl_xor_sync(ALL, most, half));
+  const f32 scale = div_rn(number_of(capped(most)), 127.0f);
   const Segment<f32> own[1] = {Segment<f32>::make(scale == 0 ? 1.0f : scale, 0, -127, 127, true)};
   if (all_quick(own) && all_finite(x)) quick_codes_within(x, own[0], codes);
   else quantized(x, own, codes);

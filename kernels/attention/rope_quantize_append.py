@@ -10,10 +10,11 @@ The first `rotated` elements of q and k turn in pairs (a, b): elements i and i +
 2 i + 1 (`interleaved`). c = cos_sin[p, i] and s = cos_sin[p, rotated / 2 + i]:
 a' = RN_C(RN_C(a c) - RN_C(b s)); b' = RN_C(RN_C(b c) + RN_C(a s)). All other elements stay: x = y. x is not rounded
 to T. With `k_offset`, x = RN_C(x - k_offset) for every element of k.
-Then x is quantized as by `dynamic_range` per token, symmetric: m = max |x| over the head, NaN skipped;
-scale = RN_C(m / 127), and if that is 0, 1; codes = clamp(rne(RN_C(x / scale)), -127, 127), 0 for a NaN.
-In the cache the scale is 0 where RN_C(m / 127) is 0, as for a head of zeros or of NaN, so that a 1 decides nothing.
-A head with an infinity has an infinite scale and codes of 0.
+Then x is quantized as by `dynamic_range` per token, symmetric, but a NaN counts as an infinity: m = max |x| over the
+head; scale = RN_C(m / 127), and if that is 0, 1; codes = clamp(rne(RN_C(x / scale)), -127, 127), 0 for a NaN.
+In the cache the scale is 0 where RN_C(m / 127) is 0, as for a head of zeros, so that a 1 decides nothing.
+So a head with a NaN or an infinity has an infinite scale and codes of 0, and `attention` makes every row NaN that sees
+such a key or value, or has such a query.
 
 `k_codes`, `k_scale`, `v_codes` and `v_scale` are written in place, at the slots of the new tokens alone. A row of
 padding, and one that belongs to no sequence, writes nothing there; its `q_codes` are 0 and its `q_scale` is 1.
@@ -229,7 +230,7 @@ def _turned(problem: RopeQuantizeAppendDescriptor, x: Array, table: Array) -> Ar
 
 def _quantized(x: Array) -> tuple[Array, Array]:
     """Return codes and scales of heads [rows, heads, head_size]."""
-    scales, codes = affine.coded_rows(_CODES, CODE_BOUNDS, x.reshape(-1, x.shape[-1]))
+    scales, codes = affine.coded_rows(_CODES, CODE_BOUNDS, x.reshape(-1, x.shape[-1]), nan=np.inf)
     return codes.reshape(x.shape), scales.reshape(x.shape[:2])
 
 

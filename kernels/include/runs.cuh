@@ -12,6 +12,7 @@
 // registers. LONG segments, beyond R chunks for each thread, are read a second time for their codes.
 #pragma once
 #include "affine.cuh"
+#include "nonfinite.cuh"
 
 // The largest x and the largest -x, at least 0, as bits.
 typedef Bits<Real>::type RealBits;
@@ -19,12 +20,12 @@ struct Range { RealBits up, down; };
 
 DEVICE bool has_nan(const Range& r) { return max_of(r.up, r.down) > Infinity<Real>::bits(); }
 DEVICE void include(Range& r, const Range& other) { r.up = max_of(r.up, other.up), r.down = max_of(r.down, other.down); }
-DEVICE void include(Range& r, Real x) {  // NaN is skipped
-  if (x == x) include(r, Range{bits_of(x), bits_of(x) ^ Sign<RealBits>::bit()});
+DEVICE void include(Range& r, Real x) {  // see nonfinite.cuh
+  if (PROPAGATES || x == x) include(r, Range{bits_of(x), bits_of(x) ^ Sign<RealBits>::bit()});
 }
 
 DEVICE Segment<Real> segment_of(const Range& r, s32 asymmetric, s32 q_min, s32 q_max) {
-  const Real hi = number_of(r.up), lo = -number_of(r.down);
+  const Real hi = largest_of(r.up), lo = -largest_of(r.down);
   Real s = asymmetric ? div_rn(hi - lo, (Real)(q_max - q_min)) : div_rn(max_of(hi, -lo), (Real)q_max);
   if (s == (Real)0) s = (Real)1;
   s32 z = 0;

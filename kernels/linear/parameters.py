@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
+from skuda.kernels import nonfinite
 from skuda.kernels.launch import (
     Choice,
     Constant,
@@ -113,16 +114,21 @@ def _epilogue_flags(
 
 
 def launch_product(
-    problem: LinearProblem, *product: Step, scratch: tuple[tuple[str, int], ...] = (), **fields: Any
+    problem: LinearProblem,
+    *product: Step,
+    scratch: tuple[tuple[str, int], ...] = (),
+    flags: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Launch:
     """Launch the steps of a product, after the quantization of a dynamic activation; `fields` are `Launch`'s."""
     if not problem.dynamic:
-        return Launch(steps=product, scratch=scratch, **fields)
+        return Launch(steps=product, scratch=scratch, flags=flags, **fields)
     m, _, k = problem.sizes
     activation: ElementKind = getattr(problem, problem.element_field)
     scratch = (("codes", m * k), ("scales", m * activation.compute.bits // 8), *scratch)
     quantization = _quantization(problem, activation, overlaps=product[0].overlaps)
-    return Launch(steps=(quantization, *product), scratch=scratch, **fields)
+    flags = (*flags, *nonfinite.flags(problem))
+    return Launch(steps=(quantization, *product), scratch=scratch, flags=flags, **fields)
 
 
 def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> Step:

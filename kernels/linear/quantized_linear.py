@@ -7,6 +7,9 @@ sum_k a[m, k] (weight_q[n, k] - weight_zero_point[n]), exactly; v = RN_C(RN_C(sa
 then, by epilogue, RN_C(v + bias[n]) and relu, gelu or silu; output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) +
 output_zero_point) for an s8 or u8 output. C is f64 where activation or output is f64, else f32. K == 0 gives v = +0.
 
+With `nonfinite` propagate, a NaN counts as an infinity in the range of its row, so sa[m] is infinite, all codes are 0
+and every v of the row is NaN, if K is not 0.
+
 relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
 of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
@@ -43,6 +46,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import model_validator
 
+from skuda.kernels import nonfinite
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.drawn import draw
@@ -66,7 +70,7 @@ from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import WorkspaceTerm
 from skuda.registry.value import Extent, Int32
-from skuda.registry.vocabulary import EpilogueKind
+from skuda.registry.vocabulary import EpilogueKind, Nonfinite
 
 
 class QuantizedLinearDescriptor(LinearProblem):
@@ -90,6 +94,8 @@ class QuantizedLinearDescriptor(LinearProblem):
         Whether `weight_zero_point` is passed; never for s4.
     group_size : int
         Elements of a row of a packed weight that share a scale and an offset: 32, 64 or 128. 0 for s8 and u8.
+    nonfinite : Nonfinite
+        ``ignore`` (the range of a row skips a NaN) or ``propagate`` (a NaN counts as an infinity).
     """
 
     op: Literal["quantized_linear"] = "quantized_linear"
@@ -103,6 +109,7 @@ class QuantizedLinearDescriptor(LinearProblem):
     q_max: Int32
     activation_element: ElementKind
     output_element: ElementKind | None = None
+    nonfinite: Nonfinite = Nonfinite.IGNORE
     signature = (
         ArgumentSpec("activation", Role.INPUT, "activation_element", "m, k"),
         *weight_and_output("c_out", "output_element or activation_element"),
@@ -167,17 +174,17 @@ def reference(
 ) -> None:
     """Write `output` by the formula of the module."""
     data, bounds, how = problem.activation_element, (problem.q_min, problem.q_max), arithmetic(problem)
-    elements = (data, problem.code_element)
+    elements, nan = (data, problem.code_element), nonfinite.in_range(problem)
 
     def quantized(rows: slice) -> tuple[Codes, Any]:
         x = activation[rows]
         scale = np.empty(len(x), compute_dtype(data))
         if act_q_scratch is not None or len(parts_of_k(*x.shape)) <= 1:
             whole = np.empty(x.shape, how.codes) if act_q_scratch is None else act_q_scratch[rows]
-            affine.quantize_rows(elements, bounds, x, scale, whole)
+            affine.quantize_rows(elements, bounds, x, scale, whole, nan=nan)
         else:
             whole = None
-            affine.dynamic_scales(x, (1,), data, bounds, (scale[:, None], None), asymmetric=False)
+            affine.dynamic_scales(x, (1,), data, bounds, (scale[:, None], None), asymmetric=False, nan=nan)
         if act_scale_scratch is not None:
             act_scale_scratch[rows] = scale
 
@@ -223,7 +230,7 @@ def _cases() -> tuple[Case, ...]:
             sizes, number // 2, activation_element=fields.pop("element"), output_element=outputs[number % 6], **fields
         )
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
-    return tuple(made)
+    return (*made, *nonfinite.propagating(made[::7]))
 
 
 CASES = _cases()

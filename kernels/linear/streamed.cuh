@@ -39,6 +39,7 @@
 #pragma once
 #include "hopper.cuh"
 #include "epilogue.cuh"
+#include "nonfinite.cuh"
 
 enum {
   ATOM = 1024,                // the swizzle's: 8 rows of 128 bytes
@@ -219,7 +220,7 @@ struct Quantized {
         f32 v[V];
         Chunk<Data>::unpack(x[i / COUNT][i % COUNT], v);
 #pragma unroll
-        for (int j = 0; j < V; ++j) peak[i % COUNT] = fmaxf(peak[i % COUNT], fabsf(v[j]));  // NaN is skipped
+        for (int j = 0; j < V; ++j) peak[i % COUNT] = larger(peak[i % COUNT], fabsf(v[j]));
       }
     }
     if (thread < TOKENS) peaks[thread] = 0;
@@ -233,7 +234,7 @@ struct Quantized {
     f32 s[COUNT];
 #pragma unroll
     for (int t = 0; t < COUNT; ++t) {
-      s[t] = div_rn(scales[t], (f32)q_max);
+      s[t] = div_rn(largest_of(bits_of(scales[t])), (f32)q_max);
       if (s[t] == 0.0f) s[t] = 1.0f;
     }
     quantizers_sync();
@@ -283,6 +284,8 @@ struct Quantized {
     }
     fence_proxy_async();
   }
+  // Of two magnitudes; fmaxf skips a NaN.
+  static DEVICE f32 larger(f32 a, f32 b) { return PROPAGATES ? number_of(max_of(bits_of(a), bits_of(b))) : fmaxf(a, b); }
   static DEVICE void put(u8* to, const uint2& packed) {
     if (V == 8) *(uint2*)to = packed;
     if (V == 4) *(u32*)to = packed.x;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from skuda.kernels import nonfinite
 from skuda.kernels.launch import Choice, Launch, Parameter, Step, TensorMap, pointers, s32, strided
 from skuda.kernels.linear import hopper, parameters
 from skuda.kernels.linear.direct import Direct, configurations
@@ -83,7 +84,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     if quantized:
         product = _product(problem, tile, (weight, *_activation(problem)))
         notes = ("every block quantizes the activation itself: one launch", *_notes(tile))
-        flags = (*flags, f"-DQUANTIZED_TOKENS={quantized}")
+        flags = (*flags, f"-DQUANTIZED_TOKENS={quantized}", *nonfinite.flags(problem))
         return Launch(steps=(product,), aligned=("activation", "act_q_scratch"), flags=flags, notes=notes, **chosen)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     codes = TensorMap(name, m, k, tile.tokens, otherwise=otherwise)

@@ -88,25 +88,36 @@ def quantize(
 
 
 def quantize_rows(
-    elements: tuple[ElementKind, ElementKind], bounds: tuple[int, int], x: Array, scales: Array, output: Array
+    elements: tuple[ElementKind, ElementKind],
+    bounds: tuple[int, int],
+    x: Array,
+    scales: Array,
+    output: Array,
+    *,
+    nan: float = 0.0,
 ) -> None:
-    """Write the symmetric scale of every row of `x`, (rows,), and its codes. The caller ignores errors of NumPy."""
+    """Write the symmetric scale of every row of `x`, (rows,), and its codes. The caller ignores errors of NumPy.
+
+    A NaN counts as `nan` in the range of its row.
+    """
     compute = compute_dtype(elements[0])
     if not 0 < x.size <= BLOCK:
-        dynamic_scales(x, (1,), elements[0], bounds, (scales[:, None], None), asymmetric=False)
+        dynamic_scales(x, (1,), elements[0], bounds, (scales[:, None], None), asymmetric=False, nan=nan)
         quantize(per_token, elements, bounds, (x, scales, 0, output))
         return
-    scale = _scale(_range(x, (1,), compute, asymmetric=False)[1], bounds[1])
+    scale = _scale(_range(x, (1,), compute, asymmetric=False, nan=nan)[1], bounds[1])
     scales[...] = scale[:, 0]
     t = rounded_quotient(x.astype(compute, copy=False), scalar_of_one(scale))
     write(output, elements[1], (slice(0, len(x)), slice(0, x.shape[1])), clamp_codes(t, 0, *bounds))
 
 
-def coded_rows(elements: tuple[ElementKind, ElementKind], bounds: tuple[int, int], x: Array) -> tuple[Array, Array]:
+def coded_rows(
+    elements: tuple[ElementKind, ElementKind], bounds: tuple[int, int], x: Array, *, nan: float = 0.0
+) -> tuple[Array, Array]:
     """Return the scales and codes of `quantize_rows` as new arrays; codes have a byte each."""
     scales = np.empty(len(x), compute_dtype(elements[0]))
     codes = np.empty(x.shape, storage_dtype(elements[1]))
-    quantize_rows(elements, bounds, x, scales, codes)
+    quantize_rows(elements, bounds, x, scales, codes, nan=nan)
     return scales, codes
 
 
@@ -143,8 +154,9 @@ def dynamic_scales(
     outputs: tuple[Array, Array | None],
     *,
     asymmetric: bool,
+    nan: float = 0.0,
 ) -> None:
-    """Write scale and zero point of every segment from the range of its data; NaN elements are skipped.
+    """Write scale and zero point of every segment from the range of its data.
 
     Parameters
     ----------
@@ -160,6 +172,8 @@ def dynamic_scales(
         Scales and zero points, with extent 1 along `axes`. Symmetric zero points are 0 and may be left out.
     asymmetric : bool
         Whether [min(0, min x), max(0, max x)] maps onto the bounds, rather than max abs x onto ``q_max``.
+    nan : float
+        What a NaN counts as in a range: 0, which changes none, or an infinity.
     """
     compute = compute_dtype(data)
     q_min, q_max = bounds
@@ -172,7 +186,7 @@ def dynamic_scales(
         return
     for index in blocks(scale_out.shape, max(_SEGMENTS, BLOCK // length)):
         whole = tuple([slice(None) if axis in axes else at for axis, at in enumerate(index)])
-        low, high = _range(x[whole], axes, compute, asymmetric=asymmetric)
+        low, high = _range(x[whole], axes, compute, asymmetric=asymmetric, nan=nan)
         scale = _scale(high - low, q_max - q_min) if asymmetric else _scale(high, q_max)
         scale_out[index] = scale
         if asymmetric and zero_point_out is not None:
@@ -187,28 +201,32 @@ def _scale(extent: Array, steps: int) -> Array:
     return scale
 
 
-def _range(x: Array, axes: tuple[int, ...], compute: np.dtype[Any], *, asymmetric: bool) -> tuple[Any, Array]:
-    """Return the smallest and largest value over `axes`, both starting from 0; NaN is skipped.
+def _range(
+    x: Array, axes: tuple[int, ...], compute: np.dtype[Any], *, asymmetric: bool, nan: float
+) -> tuple[Any, Array]:
+    """Return the smallest and largest value over `axes`, both starting from 0; a NaN counts as `nan`.
 
     Symmetric ranges are 0 and the largest magnitude.
     """
     if x.size <= BLOCK:
-        return _range_of_block(x, axes, compute, asymmetric=asymmetric)
+        return _range_of_block(x, axes, compute, asymmetric=asymmetric, nan=nan)
     low = np.zeros([1 if axis in axes else extent for axis, extent in enumerate(x.shape)], compute)
     high = low.copy()
     for index in blocks(x.shape):
         place = tuple(slice(0, 1) if axis in axes else at for axis, at in enumerate(index))
-        lowest, highest = _range_of_block(x[index], axes, compute, asymmetric=asymmetric)
+        lowest, highest = _range_of_block(x[index], axes, compute, asymmetric=asymmetric, nan=nan)
         low[place] = np.minimum(low[place], lowest)
         high[place] = np.maximum(high[place], highest)
     return low, high
 
 
-def _range_of_block(x: Array, axes: tuple[int, ...], compute: np.dtype[Any], *, asymmetric: bool) -> tuple[Any, Array]:
+def _range_of_block(
+    x: Array, axes: tuple[int, ...], compute: np.dtype[Any], *, asymmetric: bool, nan: float
+) -> tuple[Any, Array]:
     block = x.astype(compute)
     if not asymmetric:
         np.abs(block, out=block)
-    block[np.isnan(block)] = 0  # fmax skips a quiet NaN, but not a signalling one
+    block[np.isnan(block)] = nan  # fmax skips a quiet NaN, but not a signalling one
     high = np.maximum.reduce(block, axes, keepdims=True)
     if not asymmetric:
         return 0, high

@@ -1,6 +1,6 @@
 // Amax: the largest magnitude of every row.
 //
-//   output = max |x| over the row, NaN skipped; +0 if there is no number
+//   output = max |x| over the row, a NaN being skipped or an infinity (nonfinite.cuh); +0 if there is no number
 //
 //   input    Data, rows of columns, input_leading elements apart
 //   output   C, one per row
@@ -34,7 +34,7 @@ DEVICE void amax_by_groups(const Group group, const Data* input, s64 input_leadi
     group.wait();
     r = group.reduce(slow_range(row, columns, lane, lanes, 0), 0);
   }
-  if (mine && lane == 0) output[own] = number_of(r.up);
+  if (mine && lane == 0) output[own] = largest_of(r.up);
 }
 
 KERNEL(256, 4) amax_lanes(const Data* input, s64 input_leading, Real* output, s64 rows, s64 columns, s32 lanes) {

@@ -2,8 +2,9 @@
 
 Formula
 -------
-output[n] = max |C(input[n, :])|. NaN is skipped; a row of NaN only, or an empty row, gives +0. The maximum is exact
-in any order, so the maximum over the parts of a row is the result of the row.
+output[n] = max |C(input[n, :])|. NaN is skipped, or with `nonfinite` propagate counts as an infinity; a row without
+numbers, or an empty row, gives +0. The maximum is exact in any order, so the maximum over the parts of a row is the
+result of the row.
 
 Elements
 --------
@@ -26,6 +27,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from skuda.kernels import nonfinite
 from skuda.kernels.blocks import blocks
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
@@ -33,6 +35,7 @@ from skuda.kernels.quantize.granularity import PerToken
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
+from skuda.registry.vocabulary import Nonfinite
 
 SIZES = ((17, 64), (0, 8), (5, 0), (1, 1), (3, 7), (9, 256), (260, 16), (2, 4096), (7, 1304), (2, 16400), (1, 70008))
 """n, d of the cases: from less than a chunk to more than the registers of a block."""
@@ -47,11 +50,14 @@ class AmaxDescriptor(PerToken):
         Rows and columns.
     input_element : ElementKind
         Element of the data.
+    nonfinite : Nonfinite
+        ``ignore`` (the range of a row skips a NaN) or ``propagate`` (a NaN counts as an infinity).
     """
 
     kernel: ClassVar[str] = "amax"
     op: Literal["amax"] = "amax"
     input_element: ElementKind
+    nonfinite: Nonfinite = Nonfinite.IGNORE
     element_field: ClassVar[str] = "input_element"
     signature = (
         ArgumentSpec("input", Role.INPUT, "input_element", "n, d"),
@@ -66,7 +72,7 @@ def reference(problem: AmaxDescriptor, *, input: Any, output: Any) -> None:
     output[...] = 0
     for rows, columns in blocks(input.shape):
         magnitudes = np.abs(input[rows, columns].astype(compute))
-        magnitudes[np.isnan(magnitudes)] = 0
+        magnitudes[np.isnan(magnitudes)] = nonfinite.in_range(problem)
         output[rows] = np.maximum(output[rows], magnitudes.max(axis=1))
 
 
@@ -74,10 +80,11 @@ def _cases() -> tuple[Case, ...]:
     """Return every element with rows of every length."""
     values: tuple[Values, ...] = ("normal", "special", "infinite", "normal", "zero")
     plan = [(data, size) for size in SIZES for data in FLOATS] + [(data, SIZES[0]) for data in FLOATS]
-    return tuple(
+    made = [
         Case(AmaxDescriptor(n=n, d=d, input_element=data), values[number % len(values)])
         for number, (data, (n, d)) in enumerate(plan)
-    )
+    ]
+    return (*made, *nonfinite.propagating(made[::3]))
 
 
 CASES = _cases()

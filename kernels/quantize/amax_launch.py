@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skuda.kernels import nonfinite
 from skuda.kernels.launch import ANY_ROWS, Launch, Parameter, Step, pointers, s32, s64, strided
 from skuda.kernels.quantize.elementwise_launch import THREADS, WARP, width_of
 
@@ -22,7 +23,7 @@ _MAX_PARTS = 65_535
 def amax(problem: AmaxDescriptor, device: Device) -> Launch:  # noqa: ARG001  every launch rule has this signature
     """Launch one step that reads every row once: by some lanes of a warp, or by a block."""
     parameters = (*strided("input"), *pointers("output"), *s64(problem.n, problem.d))
-    return _by_rows(problem, parameters, _MAX_THREADS, 1)
+    return _by_rows(problem, parameters, _MAX_THREADS, 1)._replace(flags=nonfinite.flags(problem))
 
 
 def amax_quantize(problem: AmaxQuantizeDescriptor, device: Device) -> Launch:

@@ -12,7 +12,8 @@ for all f16, and for all bf16 except the odd multiples of 2^-133 below 2^-125, w
 - Scaling static: output = clamp(rne(RN_C(y / scale)) + zero_point, q_min, q_max), as in quantize_per_tensor.
 
 So the result is that of the separate ops in sequence, bit for bit. At -inf the curves take their limit: act(-inf) = -0.
-The range skips a NaN in y; it quantizes to the zero point.
+The range skips a NaN in y, unless `nonfinite` is propagate: then it counts as an infinity, so the scale is infinite and
+all codes are 0. A NaN quantizes to the zero point.
 
 `gate_up` has the gates of a row before its ups. Rows may be slices of wider arrays.
 
@@ -44,6 +45,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
+from skuda.kernels import nonfinite
 from skuda.kernels.blocks import BLOCK, blocks
 from skuda.kernels.draw import zero_points
 from skuda.kernels.dtypes import compute_dtype, rounded_to, storage_dtype
@@ -57,7 +59,7 @@ from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Extent, Int32
-from skuda.registry.vocabulary import GeluForm, Scaling
+from skuda.registry.vocabulary import GeluForm, Nonfinite, Scaling
 
 Array = npt.NDArray[Any]
 
@@ -105,6 +107,8 @@ class GatedProblem(AffineProblem):
         Whether the products are an output, too.
     input_element, output_element : ElementKind
         Elements of data and codes.
+    nonfinite : Nonfinite
+        ``ignore`` (the range of a row skips a NaN) or ``propagate`` (a NaN counts as an infinity).
     """
 
     kernel: ClassVar[str] = "gated"
@@ -117,6 +121,7 @@ class GatedProblem(AffineProblem):
     has_product: bool = False
     input_element: ElementKind
     output_element: ElementKind
+    nonfinite: Nonfinite = Nonfinite.IGNORE
     element_field: ClassVar[str] = "input_element"
     aux_field: ClassVar[str | None] = "output_element"
     result = GatedQuantized
@@ -133,6 +138,10 @@ class GatedProblem(AffineProblem):
         self.check_bounds(self.q_min, self.q_max, self.output_element)
         if self.scaling is Scaling.DYNAMIC and self.q_max <= 0:
             self.refuse("q_max", self.q_max, "be greater than 0: it divides the largest magnitude")
+        if self.scaling is Scaling.STATIC and self.nonfinite is Nonfinite.PROPAGATE:
+            self.refuse(
+                "nonfinite", self.nonfinite, "be 'ignore' unless scaling is dynamic: a given scale has no range"
+            )
         return self
 
     @property
@@ -208,7 +217,8 @@ def reference(problem: GatedProblem, *, output: Any, **arrays: Any) -> None:
         for index in blocks(shape):
             y[index] = products(problem, gate[rows][index], up[rows][index])
         if dynamic:
-            affine.quantize_rows(elements, bounds, y, arrays["scale_out"][rows], output[rows])
+            scales, nan = arrays["scale_out"][rows], nonfinite.in_range(problem)
+            affine.quantize_rows(elements, bounds, y, scales, output[rows], nan=nan)
         else:
             given = (y, arrays["scale"], arrays["zero_point"], output[rows])
             affine.quantize(problem.granularity.spread, elements, bounds, given)
@@ -301,7 +311,7 @@ def _cases(descriptor: type[GatedProblem]) -> tuple[Case, ...]:
             forms = tuple({"approximation": form} for form in (GeluForm if every else [list(GeluForm)[number % 2]]))
         drawn: Values = "normal" if every else values[number % len(values)]
         made += [Case(descriptor(**given, **form), drawn) for form in forms]
-    return tuple(dict.fromkeys(made))
+    return tuple(dict.fromkeys((*made, *nonfinite.propagating(made[::3]))))
 
 
 def _kernels(descriptor: type[GatedProblem], curve: str, **fields: Any) -> tuple[KernelSku, ...]:

@@ -1,7 +1,7 @@
 // Gated activation and amax: the products of activated gates with ups, and the largest magnitude of every row of them.
 //
 //   y = RN_T(RN_C(C(a) C(up))), a = RN_T(E(gate)), E = silu, gelu or gelu_tanh in f64
-//   amax = max |y| over the row, NaN skipped; +0 if there is no number
+//   amax = max |y| over the row, a NaN being skipped or an infinity (nonfinite.cuh); +0 if there is no number
 //
 //   gate            Data, rows of columns, gate_leading elements apart
 //   up              the same; null: the ups of a row follow its gates
@@ -66,7 +66,7 @@ DEVICE void gated_amax(const Group group, const GatedRows& all, Real* amax, Real
     __threadfence();
     r.up = atomic_take_bits(zeros + own);
   }
-  amax[own] = number_of(r.up);
+  amax[own] = largest_of(r.up);
 }
 
 KERNEL(256, FEW) gated_amax_lanes_1(PARAMETERS) { gated_amax<1>(Lanes{(u32)lanes}, GIVEN); }

@@ -3,9 +3,10 @@
 Formula
 -------
 product = y of `skuda.kernels.quantize.gated`, by silu for silu_mul_amax and by gelu for gelu_mul_amax.
-amax[n] = max |C(y[n, :])|, as in op `amax`: NaN is skipped; a row of NaN only, or an empty row, gives +0. The maximum
-over the parts of a row is that of the row. `amax_quantize` of the product with that maximum gives the codes and scales
-of silu_mul_quantize and gelu_mul_quantize over the row, bit for bit.
+amax[n] = max |C(y[n, :])|, as in op `amax`: NaN is skipped, or with `nonfinite` propagate counts as an infinity; a row
+without numbers, or an empty row, gives +0. The maximum over the parts of a row is that of the row. `amax_quantize` of
+the product with that maximum gives the codes and scales of silu_mul_quantize and gelu_mul_quantize over the row, with
+the same `nonfinite`, bit for bit.
 
 `gate_up` has the gates of a row before its ups. Rows may be slices of wider arrays.
 
@@ -31,6 +32,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from skuda.kernels import nonfinite
 from skuda.kernels.blocks import blocks
 from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
 from skuda.kernels.quantize import amax as largest
@@ -41,7 +43,7 @@ from skuda.registry.constraints import OneOf
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.sku import KernelSku
-from skuda.registry.vocabulary import GeluForm
+from skuda.registry.vocabulary import GeluForm, Nonfinite
 
 
 class GatedAmax(NamedTuple):
@@ -64,11 +66,14 @@ class GatedAmaxProblem(PerToken):
         Whether gates and ups are given as one array, `gate_up`.
     input_element : ElementKind
         Element of the data.
+    nonfinite : Nonfinite
+        ``ignore`` (the range of a row skips a NaN) or ``propagate`` (a NaN counts as an infinity).
     """
 
     kernel: ClassVar[str] = "gated_amax"
     fused: bool = True
     input_element: ElementKind
+    nonfinite: Nonfinite = Nonfinite.IGNORE
     element_field: ClassVar[str] = "input_element"
     result = GatedAmax
 
@@ -84,7 +89,7 @@ class GatedAmaxProblem(PerToken):
         raise NotImplementedError
 
     def _shared(self) -> dict[str, Any]:
-        shared = {name: getattr(self, name) for name in ("n", "d", "fused", "input_element")}
+        shared = {name: getattr(self, name) for name in ("n", "d", "fused", "input_element", "nonfinite")}
         return {**shared, "q_min": -127, "q_max": 127, "output_element": ElementKind.S8}
 
 
@@ -123,7 +128,8 @@ def reference(problem: GatedAmaxProblem, *, product: Any, amax: Any, **arrays: A
     quantized = problem.quantized
     for index in blocks(product.shape):
         product[index] = gated.products(quantized, gate[index], up[index])
-    rows = largest.AmaxDescriptor(n=problem.n, d=problem.d, input_element=problem.input_element)
+    shared = {name: getattr(problem, name) for name in ("n", "d", "input_element", "nonfinite")}
+    rows = largest.AmaxDescriptor(**shared)
     largest.reference(rows, input=product, output=amax)
 
 
@@ -148,7 +154,7 @@ def _cases(descriptor: type[GatedAmaxProblem]) -> tuple[Case, ...]:
             forms = [{"approximation": form} for form in (GeluForm if every else [list(GeluForm)[number // 4 % 2]])]
         drawn: Values = "normal" if every else values[number % len(values)]
         made += [Case(descriptor(**fields, **form), drawn) for form in forms if not every or data.bits == 16]
-    return tuple(made)
+    return (*made, *nonfinite.propagating(made[::3]))
 
 
 def _kernels(descriptor: type[GatedAmaxProblem], curve: str, **fields: Any) -> tuple[KernelSku, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skuda.kernels import nonfinite
 from skuda.kernels.launch import (
     ANY_ROWS,
     MOST_ZEROS,
@@ -66,4 +67,6 @@ def gated_amax(problem: GatedAmaxProblem, device: Device) -> Launch:
             *s32(lanes),
         ),
     )
-    return Launch(steps=(step,), scratch=((ZEROS, zeros),) if shared else (), alike=ANY_ROWS)
+    return Launch(
+        steps=(step,), scratch=((ZEROS, zeros),) if shared else (), alike=ANY_ROWS, flags=nonfinite.flags(problem)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skuda.kernels import nonfinite
 from skuda.kernels.launch import (
     ANY_ROWS,
     Constant,
@@ -37,7 +38,9 @@ def gated(problem: GatedProblem, device: Device) -> Launch:
         return Launch(steps=())
     chunks = -(-problem.d // width_of(problem.input_element))
     step = _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device.sm_count)
-    return Launch(steps=(step._replace(overlaps=device.overlaps_launches),), alike=ANY_ROWS)
+    return Launch(
+        steps=(step._replace(overlaps=device.overlaps_launches),), alike=ANY_ROWS, flags=nonfinite.flags(problem)
+    )
 
 
 def _ranged(problem: GatedProblem, chunks: int) -> Step:

@@ -9,7 +9,8 @@ argument is absent. y is also written to `normalized_out`, if `has_normalized`.
 fold is the sum of a row in the fixed order that `skuda.kernels.quantize.norm` defines, by octets and 1024 lanes. A
 row's result depends only on the row.
 Then y is quantized exactly as by the named op. Dynamic: `dynamic_range` per token, symmetric: m = max |y| over the row,
-NaN skipped; s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN_C(y / s)), q_min, q_max).
+NaN skipped; s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN_C(y / s)), q_min, q_max). With
+`nonfinite` propagate, a NaN counts as an infinity in m, so s is infinite and all codes of the row are 0, clamped.
 Static: `quantize_per_tensor`: output = clamp(rne(RN_C(y / scale)) + zero_point, q_min, q_max). A NaN y quantizes to the
 zero point; an infinity among h makes the row's y NaN or 0.
 

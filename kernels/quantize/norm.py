@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
+from skuda.kernels import nonfinite
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.quantize import affine
@@ -31,7 +32,7 @@ from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case
 from skuda.registry.value import Extent, Int32, Real
-from skuda.registry.vocabulary import Scaling
+from skuda.registry.vocabulary import Nonfinite, Scaling
 
 Array = npt.NDArray[Any]
 OCTET = 8
@@ -74,6 +75,8 @@ class NormProblem(AffineProblem):
         Whether the normalized rows are also written, to `normalized_out`.
     input_element, output_element : ElementKind
         Elements of data and codes.
+    nonfinite : Nonfinite
+        ``ignore`` (the range of a row skips a NaN) or ``propagate`` (a NaN counts as an infinity).
     """
 
     centred: ClassVar[bool]
@@ -89,6 +92,7 @@ class NormProblem(AffineProblem):
     has_normalized: bool = False
     input_element: ElementKind
     output_element: ElementKind
+    nonfinite: Nonfinite = Nonfinite.IGNORE
     element_field: ClassVar[str] = "input_element"
     aux_field: ClassVar[str | None] = "output_element"
     result = NormQuantized
@@ -98,6 +102,10 @@ class NormProblem(AffineProblem):
         self.check_bounds(self.q_min, self.q_max, self.output_element)
         if self.is_dynamic and self.q_max <= 0:
             self.refuse("q_max", self.q_max, "be greater than 0: it divides the largest magnitude")
+        if not self.is_dynamic and self.nonfinite is Nonfinite.PROPAGATE:
+            self.refuse(
+                "nonfinite", self.nonfinite, "be 'ignore' unless scaling is dynamic: a given scale has no range"
+            )
         with np.errstate(over="ignore"):
             rounded = compute_dtype(self.input_element).type(self.eps)
         if not np.isfinite(rounded):
@@ -188,7 +196,8 @@ def write(problem: NormProblem, arrays: Mapping[str, Any]) -> None:
         elements, bounds = (problem.input_element, problem.output_element), (problem.q_min, problem.q_max)
         output = arrays["output"][rows]
         if problem.is_dynamic:
-            affine.quantize_rows(elements, bounds, y, arrays["scale_out"][rows], output)
+            nan = nonfinite.in_range(problem)
+            affine.quantize_rows(elements, bounds, y, arrays["scale_out"][rows], output, nan=nan)
         else:
             given = (y, arrays["scale"], arrays["zero_point"], output)
             affine.quantize(problem.granularity.spread, elements, bounds, given)
@@ -251,4 +260,4 @@ def cases(descriptor: type[NormProblem]) -> tuple[Case, ...]:
         fields |= {"scaling": tuple(Scaling)[turns & 1], "eps": (1e-6, 1e-5, 0.0, 0.37)[number // 2 % 4]}
         problem = descriptor(n=n, d=d, input_element=data, output_element=code, **fields)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
-    return tuple(made)
+    return (*made, *nonfinite.propagating(made[::3]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skuda.kernels import nonfinite
 from skuda.kernels.launch import (
     ANY_ROWS,
     Constant,
@@ -48,7 +49,7 @@ def norm(problem: NormProblem, device: Device) -> Launch:
         parameters=_parameters(problem, ahead, lanes),
         overlaps=device.overlaps_launches,
     )
-    return Launch(steps=(step,), alike=ANY_ROWS)
+    return Launch(steps=(step,), alike=ANY_ROWS, flags=nonfinite.flags(problem))
 
 
 def _geometry(problem: NormProblem, multiprocessors: int) -> tuple[str, int, int]:

@@ -150,14 +150,14 @@ def real_of(q: int, zero_point: int, scale: float, element: str) -> float:
 
 
 def dynamic_range(
-    values: Iterable[float], low: int, high: int, element: str, *, symmetric: bool = True
+    values: Iterable[float], low: int, high: int, element: str, *, symmetric: bool = True, propagate: bool = False
 ) -> tuple[float, int]:
-    """Scale and zero point of one segment."""
+    """Scale and zero point of one segment, in which a NaN is skipped, or to `propagate` counts as an infinity."""
     c = compute(element)
     values = list(values)
     if not values:
         return 1.0, 0
-    known = [v for v in values if not math.isnan(v)]
+    known = [INF if math.isnan(v) else v for v in values if propagate or not math.isnan(v)]
     if symmetric:
         peak = max((abs(v) for v in known), default=0.0)
         return divide(peak, float(high), c) or 1.0, 0
@@ -365,14 +365,16 @@ def _dynamic_range_op(problem: Any, inputs: dict[str, Any]) -> Definition:
 
 
 @defines("amax")
-def _amax_op(_: Any, inputs: dict[str, Any]) -> Definition:
+def _amax_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     peaks: dict[int, float] = {}
 
     def at(_: str, where: Coordinate) -> float:
         if where[0] not in peaks:
             with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
                 values = inputs["input"][where[0]].astype(float).tolist()
-            peaks[where[0]] = max((abs(v) for v in values if not math.isnan(v)), default=0.0)
+            peaks[where[0]] = max(map(abs, _numbers(values)), default=0.0)
+            if problem.nonfinite == "propagate" and len(_numbers(values)) < len(values):
+                peaks[where[0]] = INF
         return peaks[where[0]]
 
     return at
@@ -398,7 +400,7 @@ def _activation_row(problem: Any, inputs: dict[str, Any], c: str, m: int) -> tup
     if problem.op == "quantized_linear":
         element, bounds = problem.activation_element, (problem.q_min, problem.q_max)
         values = [float(v) for v in inputs["activation"][m]]
-        scale, _ = dynamic_range(values, *bounds, element)
+        scale, _ = dynamic_range(values, *bounds, element, propagate=problem.nonfinite == "propagate")
         return scale, [code_of(steps_of(v, scale, compute(element)), 0, *bounds) for v in values]
     zero_point = int(_of_the_row(problem, inputs, "act_zero_point", m, 0))
     scale = convert(float(_of_the_row(problem, inputs, "act_scale", m, NAN)), c)
@@ -496,7 +498,8 @@ def _norm_op(problem: Any, inputs: dict[str, Any]) -> Definition:
             with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
                 h, y = _normalized(problem, inputs, n)
             if problem.scaling == "dynamic":
-                scale, zero_point = dynamic_range(y, problem.q_min, problem.q_max, element)
+                bounds = (problem.q_min, problem.q_max)
+                scale, zero_point = dynamic_range(y, *bounds, element, propagate=problem.nonfinite == "propagate")
             else:
                 scale, zero_point = convert(float(_only(inputs["scale"])), c), int(_only(inputs["zero_point"]))
             rows[n] = h, y, scale, zero_point
@@ -605,7 +608,7 @@ def _rope_quantize_append_op(problem: Any, inputs: dict[str, Any]) -> Definition
                 x = turned(normalized(x, name), positions[row])
             if name == "k" and "k_offset" in inputs:
                 x = [_plus(v, -float(o), "f32") for v, o in zip(x, inputs["k_offset"][number], strict=True)]
-            heads[key] = dynamic_range(x, -127, 127, "f32")[0], x
+            heads[key] = dynamic_range(x, -127, 127, "f32", propagate=True)[0], x
         return heads[key]
 
     def code(name: str, row: int, number: int, element: int) -> float:
@@ -613,8 +616,8 @@ def _rope_quantize_append_op(problem: Any, inputs: dict[str, Any]) -> Definition
         return code_of(steps_of(x[element], scale, "f32"), 0, -127, 127)
 
     def scale_in_cache(name: str, row: int, number: int) -> float:
-        peak = max((abs(v) for v in head(name, row, number)[1] if not math.isnan(v)), default=0.0)
-        return divide(peak, 127.0, "f32")
+        scale, x = head(name, row, number)
+        return 0.0 if scale == 1 and not divide(max(map(abs, x)), 127.0, "f32") else scale
 
     def at(name: str, where: Coordinate) -> float:
         if name.startswith("q"):
@@ -723,7 +726,16 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         # A NaN stays in: where a gate vanishes only here, its product with an infinity may be the infinity.
         return [column for column, value in enumerate(high) if not value < least and pairs[column][1] != 0]
 
+    def has_nan(row: int) -> bool:
+        """Whether a product may be NaN; where it may also be another number, that is an infinity."""
+        odd = [
+            column for column in range(problem.d) if not np.isfinite(gates[row, column]) & np.isfinite(ups[row, column])
+        ]
+        return any(len(y(row, column)) != 2 for column in odd)
+
     def peak(row: int) -> Ends:
+        if problem.nonfinite == "propagate" and has_nan(row):
+            return INF, INF
         if row not in ranges:
             known = [ends for ends in (y(row, column) for column in largest(row)) if len(ends) > 1]
             outer = max((max(map(abs, _numbers(ends))) for ends in known), default=0.0)

@@ -179,6 +179,11 @@ def guarded_outputs(problem: Descriptor, shapes: dict[str, tuple[int, ...]], lay
     }
 
 
+def in_range(problem: Any, rows: np.ndarray) -> np.ndarray:
+    """Return rows as their ranges count them: with infinities in place of NaN, if the problem propagates."""
+    return np.where(np.isnan(rows), rows.dtype.type(np.inf), rows) if problem.nonfinite == "propagate" else rows
+
+
 def assert_same_bits(got: Any, want: Any, what: str = "result") -> None:
     """Compare bit for bit; NaN equals NaN whatever its payload."""
     got, want = np.asarray(got), np.asarray(want)

@@ -81,6 +81,16 @@ def test_kernel_compiles_without_a_remark_and_keeps_out_of_local_memory(sku, arc
         assert granted <= _REGISTERS_OF_A_BLOCK, f"{step.entry}: {threads} threads of {needs.registers} registers"
 
 
+@pytest.mark.parametrize("op", ["rms_norm_quantize", "layer_norm_quantize", "silu_mul_quantize", "amax"])
+def test_what_propagates_compiles_as_well(op):
+    compiler = next(filter(_present, ("nvrtc", "nvcc")), None) or pytest.skip("no compiler")
+    sku = next(sku for sku in SKUS if sku.op == op and sku.element == "bf16")
+    more = next(flags for flags in configurations(sku) if "-DSKUDA_PROPAGATE" in flags)
+    result = compiled(Job(Job.of(sku, "sm_90a").unit, (*sku.flags, *more), "sm_90a", compiler))
+    assert not result.remarks
+    assert all(needs.spills == needs.stack == 0 for needs in result.kernels.values())
+
+
 @pytest.mark.skipif(not _present("nvrtc"), reason="no nvrtc")
 def test_a_compilation_that_failed_is_tried_again_and_one_that_succeeded_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(resources, "cache_folder", lambda: tmp_path)

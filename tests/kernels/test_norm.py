@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from harness.binding import launch_of
-from support import assert_same_bits, dispatcher, draw, every_case, fresh, run, sampled
+from support import assert_same_bits, dispatcher, draw, every_case, fresh, in_range, run, sampled
 
 import skuda
 from skuda.kernels.catalog import built_in_ops
@@ -17,6 +17,7 @@ from skuda.kernels.quantize.norm import NormProblem, fold
 from skuda.registry.arch import ArchSku
 from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.elements import FLOATS
+from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Case
 from skuda.registry.vocabulary import Scaling
 
@@ -43,7 +44,8 @@ def test_codes_are_those_of_the_unfused_op_on_the_normalized_rows(op, case):
     fields = {name: getattr(problem, name) for name in ("q_min", "q_max", "input_element", "output_element")}
     y = found["normalized_out"]
     if problem.scaling is Scaling.DYNAMIC:
-        apart = run(dispatcher().describe("dynamic_range", n=problem.n, d=problem.d, **fields), {"input": y})
+        ranged = {"input": in_range(problem, y)}
+        apart = run(dispatcher().describe("dynamic_range", n=problem.n, d=problem.d, **fields), ranged)
         assert_same_bits(found["scale_out"], apart["scale_out"], "scale_out")
     else:
         given = {name: drawn.inputs[name] for name in ("scale", "zero_point")}
@@ -65,6 +67,14 @@ def test_the_sum_is_added_before_and_what_is_written_besides_changes_no_code(op,
     inputs = {name: value for name, value in drawn.inputs.items() if name != "residual"} | {"input": total}
     for name, array in run(plain, inputs).items():
         assert_same_bits(array, fused[name], name)
+
+
+@pytest.mark.parametrize("op", ["rms_norm_quantize", "silu_mul_quantize"])
+def test_a_given_scale_propagates_nothing(op):
+    fields = {"eps": 0.0} if op in OPS else {}
+    fields |= {"q_min": -127, "q_max": 127, "input_element": "bf16", "output_element": "s8", "scaling": "static"}
+    with pytest.raises(InvalidProblem, match="nonfinite must be 'ignore' unless scaling is dynamic"):
+        dispatcher().describe(op, n=1, d=8, nonfinite="propagate", **fields)
 
 
 def test_a_sum_has_the_documented_order():

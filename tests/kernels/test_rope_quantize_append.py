@@ -47,11 +47,11 @@ def _normalized(problem, head, weight):
 
 
 def _quantized(x):
-    """Return codes and scale of a head as `dynamic_range` makes them."""
+    """Return codes and scale of a head as `dynamic_range` makes them if a NaN is an infinity."""
     problem = dispatcher().describe(
         "dynamic_range", n=1, d=len(x), q_min=-127, q_max=127, input_element="f32", output_element="s8"
     )
-    found = run(problem, {"input": x[None]})
+    found = run(problem, {"input": np.where(np.isnan(x), np.float32(np.inf), x)[None]})
     return found["output"][0], found["scale_out"][0]
 
 
@@ -238,18 +238,14 @@ def test_rows_of_zeros_of_nan_and_of_infinities():
     problem = _small(tokens=4, sequences=1, most_blocks=1, heads=1, rotated=0, most_positions=128)
     inputs = drawn(Case(problem))
     rows = np.ones((4, 32), np.float32)
-    rows[0], rows[1], rows[2, 5], rows[3, 5] = 0, np.nan, np.inf, np.nan
+    rows[0], rows[1], rows[2, 5], rows[3, 5] = 0, np.nan, -np.inf, np.nan
     inputs |= dict.fromkeys("qkv", rows)
     inputs |= {"starts": np.int32([0, 4]), "lengths": np.int32([4]), "block_table": np.int32([[2]])}
     found = run(problem, inputs)
-    one = np.float32(1) / np.float32(127)
-    assert found["q_scale"][:, 0].tolist() == [1, 1, np.inf, one]
-    assert found["k_scale"][2, 0, :4].tolist() == found["v_scale"][2, 0, :4].tolist() == [0, 0, np.inf, one]
-    want = np.zeros((4, 32), np.int8)
-    want[3] = np.where(np.arange(32) == 5, 0, 127)
-    assert_same_bits(found["q_codes"][:, 0], want)
-    assert_same_bits(found["k_codes"][2, 0, :4], want)
-    assert_same_bits(found["v_codes"][2, 0][:, column_of(np.arange(4))].T, want)
+    assert found["q_scale"][:, 0].tolist() == [1, *[np.inf] * 3]
+    assert found["k_scale"][2, 0, :4].tolist() == found["v_scale"][2, 0, :4].tolist() == [0, *[np.inf] * 3]
+    for codes in (found["q_codes"], found["k_codes"][2, 0, :4], found["v_codes"][2, 0][:, column_of(np.arange(4))]):
+        assert not codes.any()
 
 
 def test_a_scale_that_is_1_by_itself_stays_and_one_that_vanishes_is_0():

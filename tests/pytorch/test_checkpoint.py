@@ -241,6 +241,9 @@ WEIGHTS, INPUTS = "config_groups/group_0/weights", "config_groups/group_0/input_
         ("something_new", 1),
         ("ignore", "head"),
         ("ignore", ["re:("]),
+        ("dtypes", {"default": "float8"}),
+        ("dtypes", {"default": "float16", "int8": ["head.weight"]}),
+        ("dtypes", {"default": "float16", "float32": "head.weight"}),
         ("config_groups", {}),
         ("config_groups/group_0", ["Linear"]),
         ("config_groups/group_0/targets", None),
@@ -389,6 +392,32 @@ def test_a_name_goes_before_a_pattern_and_a_pattern_before_a_class():
     scheme = Scheme.parse("test", fields | {"config_groups": groups})
     found = {name: str(group.activation) for name, _, group in scheme.layers(Net())}
     assert found == {"block.up": "dynamic", "block.down": "static", "head": "static"}
+
+
+def test_every_matrix_of_floats_is_ignored_by_name(tmp_path):
+    """Also those that belong to no linear layer, but not tables, norms and tokens."""
+    net = drawn(fresh(), up="dynamic")
+    net.router = nn.Module()
+    net.router.weight = nn.Parameter(torch.ones(4, 24))
+    net.experts = nn.Module()
+    net.experts.gate_up = nn.Parameter(torch.ones(4, 24, 24))
+    net.token = nn.Parameter(torch.ones(1, 1, 24))
+    save(net, tmp_path)
+    ignore = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(ignore) == {"block.down", "head", "router", r"re:(.*\.)?experts(\..*)?$"}
+    layers = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC),), tuple(ignore)).layers(net)
+    assert [name for name, *_ in layers] == ["block.up"]
+
+
+def test_what_an_int8_layer_shares_is_stored_for_both(tmp_path):
+    """As the bias of a head of BERT."""
+    net, other = (drawn(fresh(), up="dynamic") for _ in range(2))
+    for each in (net, other):
+        each.bias = nn.Parameter(torch.ones(40))
+    net.block["up"].bias = net.bias.detach()
+    save(net, tmp_path)
+    load_(other, tmp_path)
+    assert_same(net, other, fresh())
 
 
 def test_a_layer_that_cannot_be_replaced_is_refused_by_its_name(saved):

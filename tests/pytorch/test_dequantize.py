@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -166,8 +168,18 @@ def test_a_model_of_transformers_is_saved_as_floats_again(tmp_path):
         tmp_path / "floats", quantization_config=SkudaConfig(), dtype=torch.bfloat16
     )
     fuse_(model)
+    others = [copy.deepcopy(model) for _ in range(2)]
     dequantize_(model)
     ids = torch.from_numpy(rng.integers(0, 61, (2, 5)))
+    with torch.no_grad():
+        assert same(others[0].dequantize()(ids).logits, model(ids).logits)
+    exact = others[1].model.layers[0].mlp.up_proj
+    want = exact.weight_q.float() * exact.weight_scale
+    wide = others[1].dequantize(torch.float32)
+    assert {parameter.dtype for parameter in wide.parameters()} == {torch.float32}
+    assert same(wide.model.layers[0].mlp.up_proj.weight, want)
+    with pytest.raises(InvalidProblem, match="dtype must be a dtype of floats"):
+        dequantize_(wide, torch.int8)
     model.save_pretrained(tmp_path / "again")
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again")
     assert {type(module) for module in again.modules()} == {type(module) for module in model.modules()}

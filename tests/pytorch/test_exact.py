@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import decoders
 import pytest
@@ -12,8 +13,8 @@ from support import fresh
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import Dynamic, FakeQuant, Mixed, fuse_, quantize_
-from skuda.torch.exact import exact_
+from skuda.torch import Dynamic, FakeQuant, Mixed, dequantize_, fuse_, load_, quantize_, save
+from skuda.torch.exact import exact_, is_exact
 from skuda.torch.kv_cache import Int8Cache
 from skuda.torch.transformers import SkudaConfig
 
@@ -64,6 +65,46 @@ def test_a_token_has_the_same_logits_alone_in_a_batch_in_parts_and_in_training(f
         assert same(trained.detach()[mask == 1], want[mask == 1])
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("config", ["Mixed", "FakeQuant"])
+@torch.no_grad()
+def test_a_loss_is_nan_where_any_parameter_is_not_finite(config, value):
+    rng = fresh(config, value)
+    model = exact(decoders.small("Qwen3", rng, tie_word_embeddings=bool(rng.integers(2))), config)
+    ids = torch.arange(64).reshape(2, 32)
+    assert logits(model, ids).isfinite().all()
+    for name, parameter in model.named_parameters():
+        at = parameter.view(-1)[int(rng.integers(parameter.numel()))]
+        before = at.clone()
+        at.fill_(value)
+        assert logits(model, ids).log_softmax(-1).mean().isnan(), name
+        at.copy_(before)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_server_shows_what_is_not_finite_where_its_trainer_does(family, value):
+    rng = fresh(family, value)
+    plain = decoders.small(family, rng)
+    served, trained = exact(copy.deepcopy(plain)), exact(copy.deepcopy(plain), "Mixed")
+    ids = torch.from_numpy(rng.integers(1, 64, (2, 23)))
+    ids[0, 9] = 5
+    for name, parameter in served.named_parameters():
+        others = [parameter, trained.get_parameter(name)]
+        before, at = parameter.clone(), int(rng.integers(parameter.shape[-1]))
+        for each in others:
+            (each[5] if each.dim() > 1 else each)[at] = value
+        cache, want = Int8Cache(served.config), logits(trained, ids)
+        steps = [logits(served, ids[:, i : i + 1], **{CACHE: cache}) for i in range(12)]
+        assert want[0, 9:].isnan().all(), name
+        for got in (logits(served, ids), torch.cat(steps, 1)):
+            assert torch.equal(got.isnan(), want[:, : got.shape[1]].isnan()), name
+            assert same(got.nan_to_num(), want[:, : got.shape[1]].nan_to_num()), name
+        for each in others:
+            each.copy_(before)
+
+
 @pytest.mark.parametrize("config", ["Mixed", "FakeQuant"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_near_those_of_the_float_model(family, config):
@@ -110,6 +151,10 @@ def test_a_copy_and_a_pickle_are_exact(config):
     assert same(logits(model, ids), want)
 
 
+def made(config):
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
 def test_from_pretrained_makes_a_checkpoint_exact_and_saves_it(tied, tmp_path):
@@ -123,9 +168,33 @@ def test_from_pretrained_makes_a_checkpoint_exact_and_saves_it(tied, tmp_path):
     plain.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # `bfloat16` has rounded its frequencies
     assert same(logits(exact(plain), ids), want)
     model.save_pretrained(tmp_path / "codes")
-    again = load(tmp_path / "codes")
-    exact_(again)
-    assert same(logits(again, ids), want)
+    save(model, tmp_path / "ours")
+    warnings.filterwarnings("ignore", ".*already has a `quantization_config`")
+    layers = load(tmp_path / "codes", quantization_config=SkudaConfig(exact=False))
+    assert not is_exact(layers)
+    layers.save_pretrained(tmp_path / "layers")
+    for found in (
+        load(tmp_path / "codes"),
+        load(tmp_path / "ours", quantization_config=SkudaConfig(exact=True)),
+        load(tmp_path / "layers", quantization_config=SkudaConfig(exact=True)),
+        *(loaded := [copy.deepcopy(model), made(model.config)]),
+    ):
+        if any(found is each for each in loaded):
+            load_(found, tmp_path / "ours")
+        assert same(logits(found, ids), want)
+    assert load(tmp_path / "codes").config.quantization_config.to_dict()["exact"] is True
+    load_(model, tmp_path / "layers")  # it stays exact
+    assert same(logits(model, ids), want)
+    with pytest.raises(InvalidProblem, match=r"score must .*SkudaConfig\(exact=False\)"):
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "codes")
+    other = made(model.config)
+    other.model.layers[1].mlp.act_fn = nn.ReLU()
+    kinds, before = [type(each) for each in other.modules()], copy.deepcopy(other.state_dict())
+    with pytest.raises(InvalidProblem, match="mlp must"):
+        load_(other, tmp_path / "ours")
+    assert [type(each) for each in other.modules()] == kinds
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    assert {"lm_head": "ExactHead"}.items() <= dequantize_(model).converted.items()
     with pytest.raises(InvalidProblem, match="ignore must be left out with exact=True"):
         SkudaConfig(["lm_head"], exact=True)
 

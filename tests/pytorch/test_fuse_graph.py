@@ -194,6 +194,21 @@ def test_where_it_is_asked_for_norms_and_gates_write_codes_as_the_ops_do_by_hand
         assert same(y, model.by_hand(x, op, **fields))
 
 
+@pytest.mark.parametrize("mode", ["eager", "fused"])
+def test_layers_that_propagate_do_so_in_a_graph(mode):
+    rng = fresh("propagate", mode)
+    model = made(rng, lambda: Block(FeedForward(F.silu), nn.RMSNorm(D, eps=1e-5)))
+    for layer in (model.wo, model.feed_forward.w1, model.feed_forward.w2, model.feed_forward.w3):
+        layer.propagating()
+    x = normal(rng, 2, 3, D, dtype=torch.bfloat16)
+    x[1, 2, 7] = torch.nan
+    model.norm.weight.data[3] = torch.nan if mode == "fused" else 1
+    y, _, count = fused_graph(model, x, mode)
+    assert count["rms_norm_quantize"] == count["silu_mul_quantize"] == (mode == "fused")
+    assert y[1, 2].isnan().all()
+    assert y.isnan().all() == (mode == "fused")
+
+
 @pytest.mark.parametrize("bits", ["eager", "fused"])
 def test_one_graph_serves_any_number_of_rows(bits):
     rng = fresh("rows", bits)

@@ -130,13 +130,30 @@ def test_trained_layers_become_layers_that_propagate(activation):
         assert model(torch.full((1, K), np.nan)).isnan().all()
 
 
-@pytest.mark.filterwarnings("ignore:fuse_ left")
-def test_layers_that_propagate_are_not_fused():
-    mlp = GatedMLP(K, 40, nn.SiLU())
-    quantize_(mlp, Dynamic(nonfinite="propagate"))
-    fuse_(mlp)
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_fused_layers_propagate(weights, value):
+    rng = fresh(weights, value)
+    mlp = GatedMLP(K, 48, nn.SiLU())
+    quantize_(mlp, Dynamic(nonfinite="propagate", weights=weights))
+    assert len(fuse_(mlp).fused) == 1
+    x = normal(rng, 4, K)
     with torch.no_grad():
-        assert mlp(torch.full((1, K), np.nan)).isnan().all()
+        wanted = mlp(x)
+        x[1, 2] = value
+        found = mlp(x)
+        assert found[1].isnan().all()
+        assert_same(found[[0, 2, 3]], wanted[[0, 2, 3]])
+        mlp.gate_up_proj.bias[3] = torch.nan  # of a gate, which every row has
+        assert mlp(x).isnan().all()
+
+
+def test_layers_that_differ_are_not_joined():
+    mlp = GatedMLP(K, 48, nn.SiLU())
+    quantize_(mlp, Dynamic())
+    propagating(mlp.up_proj)
+    with pytest.warns(UserWarning, match="gate_proj and up_proj differ in what they do with a NaN"):
+        fuse_(mlp)
 
 
 def test_what_no_config_or_layer_accepts():

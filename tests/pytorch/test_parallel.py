@@ -12,7 +12,7 @@ import transformers
 from parallel_cases import WEIGHTS
 from processes import ran_on_ranks
 from support import fresh
-from tensors import GatedMLP, normal
+from tensors import GatedMLP, assert_same, normal
 from torch import nn
 
 from skuda.dispatch.shard import GroupMismatch, Shards, on_ranks
@@ -23,6 +23,7 @@ from skuda.torch import (
     DynamicLinear,
     Mixed,
     RowLinear,
+    StaticLinear,
     fuse_,
     load_,
     parallelize_,
@@ -31,6 +32,7 @@ from skuda.torch import (
 )
 from skuda.torch.digest import digest, sums
 from skuda.torch.int4 import int4_linear
+from skuda.torch.nonfinite import propagating
 from skuda.torch.scheme import Scheme
 from skuda.torch.update import update_
 
@@ -171,14 +173,24 @@ def test_a_plan_can_split_further_layers_later():
         assert second.left == ("first",)
 
 
-def test_layers_that_propagate_nan_are_not_split():
-    models = [Pair(Dynamic(nonfinite="propagate"))] * 2
+@torch.no_grad()
+def test_layers_that_propagate_do_so_on_ranks_unless_they_are_static():
+    models = list(map(copy.deepcopy, [Pair(Dynamic(nonfinite="propagate"))] * 2))
+    x = normal(fresh(), 3, models[0].up.in_features)
+    x[1, 5] = torch.nan
+    wanted = models[0](x)
+    assert wanted.isnan().any(1).tolist() == [False, True, False]
 
     def work(group):
-        with pytest.raises(InvalidProblem, match="up must be made without nonfinite"):
-            parallelize_(models[group.rank], group, PAIR)
+        model = models[group.rank]
+        static = StaticLinear(torch.ones(4, 4).char(), torch.ones(4), input_scale=torch.ones(1))
         with pytest.raises(InvalidProblem, match="whole must be made without nonfinite"):
-            ColumnLinear(models[0].up, group)
+            ColumnLinear(propagating(static), group)
+        for name in ("max", "sum"):  # of ranks that are threads, which exchange arrays
+            take = getattr(group, name)
+            object.__setattr__(group, name, lambda data, take=take: torch.as_tensor(take(data)))
+        parallelize_(model, group, PAIR)
+        assert_same(model(x), wanted)
 
     on_ranks(2, work)
 

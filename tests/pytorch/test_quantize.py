@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from skuda.dispatch import Dispatcher
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import InvalidProblem
-from skuda.torch import Dynamic, DynamicLinear, FakeQuant, SmoothStatic, fuse_, quantize_
+from skuda.torch import Dynamic, DynamicLinear, FakeQuant, Mixed, SmoothStatic, fuse_, quantize_
 
 DYNAMIC = Dynamic()
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -290,6 +290,69 @@ def test_a_layer_that_does_more_stays(change, reason):
     linear = nn.Linear(3, 4)
     change(linear)
     left(one(linear), reason)
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = 3
+
+
+class Spelled(nn.Linear):
+    def forward(self, rows):
+        """Return the product."""
+        found = rows @ self.weight.t()
+        if self.bias is not None:
+            found = found + self.bias
+        return found
+
+
+class Called(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias) * 2
+
+
+class Named(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
+class Wrapped(nn.Linear):
+    @torch.no_grad()
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Reads(nn.Linear):
+    @property
+    def weight_of(self):
+        return self.weight
+
+
+def linear(x, weight, bias):
+    return nn.functional.bilinear(x, x, weight, bias)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Spelled, Called])
+def test_a_subclass_that_is_proven_to_be_a_linear_layer_becomes_int8(kind):
+    model, plain = one(kind(3, 4)), one(nn.Linear(3, 4))
+    plain.load_state_dict(model.state_dict())
+    x = torch.ones(2, 3)
+    for each in (model, plain):
+        quantize_(each, Dynamic(), strict=True)
+    assert torch.equal(model["layer"](x), plain["layer"](x))
+    assert kind is not Scaled or model["layer"].gain == 3
+    assert quantize_(one(kind(3, 4)), Mixed()).converted == {"layer": "MixedLinear"}
+
+
+@pytest.mark.parametrize("kind", [Twice, Named, Wrapped, Reads, nn.modules.linear.NonDynamicallyQuantizableLinear])
+def test_another_subclass_stays(kind):
+    left(one(kind(3, 4)), f"it is a {kind.__name__}, wh")
 
 
 def test_a_layer_trained_for_its_int8_form_becomes_it():

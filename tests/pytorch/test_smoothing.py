@@ -37,7 +37,7 @@ from skuda.torch.dequantize import float_linear
 from skuda.torch.int4 import int4_weight
 from skuda.torch.int8_linear import quantized_weight
 from skuda.torch.joined import Quantized, product
-from skuda.torch.nonfinite import PropagatingDynamicLinear, PropagatingSmoothedLinear
+from skuda.torch.nonfinite import propagates
 from skuda.torch.smoothing import ALPHAS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -329,10 +329,11 @@ def test_folded_layers_are_dynamic_and_others_divide_for_themselves():
     report = quantize_(model, SmoothDynamic(calibration, 0.3, **given), strict=True)
     quantize_(alone, SmoothDynamic(calibration, 0.3, fold=False, **given), strict=True)
     assert dict(report.folded) == NORMS
-    kinds = {"o": PropagatingSmoothedLinear, "down": PropagatingSmoothedLinear}
+    kinds = {"o": SmoothedLinear, "down": SmoothedLinear}
     for name in ("q", "k", "v", "up", "o", "down"):
-        assert type(model.get_submodule(name)) is kinds.get(name, PropagatingDynamicLinear), name
-    assert report.converted["q"] == "PropagatingDynamicLinear"
+        assert type(model.get_submodule(name)) is kinds.get(name, DynamicLinear), name
+        assert propagates(model.get_submodule(name))
+    assert report.converted["q"] == "DynamicLinear, nonfinite='propagate'"
     shared = calibration.norms["norm2"]
     assert shared == ("up",)  # whose factors are those of the layer alone
     assert torch.equal(model.up.weight_q, alone.up.weight_q)

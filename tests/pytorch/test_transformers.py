@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import pickle
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -350,7 +353,9 @@ def test_compressed_tensors_reads_symmetric_weights_of_4_bits(size, tmp_path, mo
     rng = fresh(size)
     llama(rng, torch.float32).save_pretrained(tmp_path)
     config = SkudaConfig(weights="int4", group_size=size, symmetric=True)
-    model, ids = from_pretrained(tmp_path, quantization_config=config), drawn_ids(rng)
+    with nullcontext() if size else pytest.warns(UserWarning, match="one scale a row"):
+        model, ids = from_pretrained(tmp_path, quantization_config=config), drawn_ids(rng)
+    assert len(model.hf_quantizer.report.per_row) == (0 if size else len(LAYERS))
     assert_survives_saving(model, ids, tmp_path)
     monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
     theirs = from_pretrained(tmp_path / "one")
@@ -467,24 +472,6 @@ def test_a_version_that_cannot_save_is_reported(monkeypatch):
     with pytest.warns(UserWarning, match=r"use skuda\.torch\.save"):
         quantize_(model, Dynamic())
     assert int8_names(model) > LAYERS
-
-
-def test_a_model_whose_tensors_have_other_names_in_files_survives_saving(tmp_path):
-    rng = fresh()
-    config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
-    )
-    image = torch.from_numpy(rng.standard_normal((2, 3, 16, 16)).astype("float32"))
-    model = transformers.ViTModel(config).eval()
-    model.save_pretrained(tmp_path / "floats")
-    found = from_pretrained(tmp_path / "floats", kind=transformers.ViTModel, quantization_config=SkudaConfig())
-    quantize_(model, Dynamic())
-    for n, each in enumerate((found, model)):
-        each.save_pretrained(tmp_path / str(n))
-        again = from_pretrained(tmp_path / str(n), kind=transformers.ViTModel)
-        assert int8_names(again) == int8_names(model)
-        with torch.no_grad():
-            assert torch.equal(again(image).last_hidden_state, model(image).last_hidden_state)
 
 
 def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path):
@@ -705,13 +692,185 @@ def test_the_model_without_its_head_is_loaded(quantized):
     ids = drawn_ids(rng)
     with torch.no_grad():
         assert torch.equal(base(ids).last_hidden_state, whole.model(ids).last_hidden_state)
-    base.save_pretrained(quantized)
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ["lm_head"]
-    (quantized / "config.json").write_text(json.dumps(config))
+    base.save_pretrained(quantized)  # the head that it lacks is new
     again = from_pretrained(quantized, kind=transformers.LlamaForCausalLM)
     with torch.no_grad():
         assert torch.equal(base(ids).last_hidden_state, again.model(ids).last_hidden_state)
+
+
+def report_of(folder, **options):
+    return from_pretrained(folder, quantization_config={"quant_method": "skuda"} | options).hf_quantizer.report
+
+
+def test_a_mapping_is_a_config(tmp_path):
+    llama(fresh()).save_pretrained(tmp_path)
+    assert set(report_of(tmp_path, weights="int4", ignore=["lm_head", f"re:.*{UP[-7:]}"]).converted) == {
+        name for name in LAYERS if "up_proj" not in name
+    }
+    for wrong, words in (({"weight": "int4"}, "weight must be left out"), ({"exact": "yes"}, "exact must be True")):
+        with pytest.raises(InvalidProblem, match=f"SkudaConfig: {words}"):
+            report_of(tmp_path, **wrong)
+    every = {"weights": "int4", "group_size": 64, "symmetric": True, "round_scales": True, "exact": False}
+    given = SkudaConfig(["lm_head"], **every)
+    assert given.to_dict() == {"quant_method": "skuda", "ignore": ["lm_head"]} | every
+    model = from_pretrained(tmp_path, quantization_config=SkudaConfig(weights="int4"))
+    for config in (given, SkudaConfig(), model.config.quantization_config):
+        assert SkudaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert given != SkudaConfig()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"weights": "int4"}, {"group_size": 32, "weights": "int4"}, {"ignore": []}, {"group_size": 128}],
+)
+def test_options_that_a_quantized_checkpoint_cannot_take_are_refused(option, quantized):
+    warnings.filterwarnings("ignore", ".*already has a `quantization_config`")
+    with pytest.raises(InvalidProblem, match=f"{next(iter(option))}|weights must be left out"):
+        from_pretrained(quantized, quantization_config=SkudaConfig(**option))
+
+
+def test_a_scheme_belongs_to_its_checkpoint(quantized):
+    warnings.filterwarnings("ignore", ".*already has a `quantization_config`")
+    model = from_pretrained(quantized)
+    own = copy.deepcopy(model.config.quantization_config)
+    assert from_pretrained(quantized, quantization_config=own).config.quantization_config == own
+    with pytest.raises(InvalidProblem, match="scheme must be left out"):
+        from_pretrained(quantized.parent / "floats", quantization_config=own)
+    quantize_(model, Dynamic(), lambda *_: True)
+    model.save_pretrained(quantized.parent / "more")
+    with pytest.raises(InvalidProblem, match="scheme must be that of the checkpoint"):
+        from_pretrained(quantized.parent / "more", quantization_config=own)
+
+
+READ = """
+import pickle, sys, torch
+model, ids, want = pickle.load(open(sys.argv[1], "rb"))
+with torch.no_grad():
+    assert torch.equal(model(ids).logits, want)
+"""
+
+
+@pytest.mark.parametrize("way", ["floats", "int8", "int4", "fused"])
+def test_a_loaded_model_is_copied_saved_by_torch_and_sent_to_a_process(way, quantized, tmp_path):
+    ids = drawn_ids(fresh(way))
+    given = {} if way == "int8" else {"quantization_config": SkudaConfig(weights="int4" if way == "int4" else "int8")}
+    model = from_pretrained(quantized if way == "int8" else tmp_path / "floats", **given)
+    if way == "fused":
+        fuse_(model)
+    copies = [copy.deepcopy(model)]
+    want = logits(model, ids)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    copies += [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(stored, weights_only=False)]  # noqa: S301  our own
+    for each in copies:
+        assert torch.equal(logits(each, ids), want)
+        assert str(each.hf_quantizer.report) == str(model.hf_quantizer.report)
+    (tmp_path / "sent").write_bytes(pickle.dumps((model, ids, want)))
+    subprocess.run([sys.executable, "-c", READ, str(tmp_path / "sent")], check=True)
+
+
+PLACES = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+
+
+@pytest.mark.parametrize("weights", [{}, {"weights": "int4"}, {"weights": "int4", "symmetric": True}], ids=str)
+def test_a_device_map_to_the_disk(weights, tmp_path):
+    """Codes are buffers, which accelerate leaves in memory."""
+    rng = fresh(*weights)
+    llama(rng).save_pretrained(tmp_path / "floats")
+    places, ids = (
+        {"device_map": PLACES | {"model.layers.1": "disk"}, "offload_folder": tmp_path / "off"},
+        drawn_ids(rng),
+    )
+    whole = from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig(**weights))
+    whole.save_pretrained(tmp_path / "codes")
+    model = from_pretrained(tmp_path / "codes", **places)
+    assert hasattr(model.get_submodule(UP), "_hf_hook")
+    for _ in range(2):
+        assert torch.equal(logits(model, ids), logits(whole, ids))
+    with pytest.raises(InvalidProblem, match="offload_buffers must be False"):
+        from_pretrained(tmp_path / "codes", **places, offload_buffers=True)
+    with pytest.raises(InvalidProblem, match="device_map must be one device"):
+        from_pretrained(tmp_path / "floats", **places, quantization_config=SkudaConfig(**weights))
+
+
+@pytest.mark.parametrize("weights", [{}, {"weights": "int4", "symmetric": True}], ids=str)
+def test_layers_that_a_checkpoint_lacks_are_new(weights, tmp_path):
+    rng = fresh(*weights)
+    llama(rng).save_pretrained(tmp_path / "floats")
+    model, ids = from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig(**weights)), drawn_ids(rng)
+    model.save_pretrained(tmp_path / "codes")
+    kind = transformers.AutoModelForTokenClassification
+    found, info = from_pretrained(tmp_path / "codes", kind=kind, num_labels=3, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight", "score.bias"}
+    assert type(found.score) is nn.Linear
+    assert found.score.weight.isfinite().all()
+    with torch.no_grad():
+        assert torch.equal(found.model(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    tensors = load_file(tmp_path / "codes" / "model.safetensors")
+    for lost in (f"{UP}.weight_scale", f"{UP}.", "model.layers.1."):
+        some = {name: tensor for name, tensor in tensors.items() if not name.startswith(lost)}
+        save_file(some, tmp_path / "codes" / "model.safetensors", {"format": "pt"})
+        for each in (kind, transformers.AutoModelForCausalLM):
+            with pytest.raises(InvalidRecord, match=r"model\.layers\.1.* had nothing"):
+                from_pretrained(tmp_path / "codes", kind=each)
+
+
+class Plain(transformers.PreTrainedModel):
+    """A model of linear layers alone."""
+
+    config_class = transformers.LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer, self.more = nn.Linear(256, 4), nn.Linear(128, 4)
+        self.post_init()
+
+
+def test_a_model_without_parameters_has_device_dtype_and_size():
+    model = Plain(transformers.LlamaConfig()).bfloat16()
+    size = model.num_parameters()
+    quantize_(model, Dynamic())
+    assert not list(model.parameters())
+    assert (model.device.type, model.dtype, model.num_parameters()) == ("cpu", torch.bfloat16, size)
+    assert model.num_parameters(only_trainable=True) == 0
+    del model.layer, model.more
+    with pytest.raises(StopIteration):
+        _ = model.device
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_4_bit_weights_with_one_scale_a_row_are_told(symmetric, tmp_path):
+    plain = Plain(transformers.LlamaConfig())
+    plain.save_pretrained(tmp_path / "floats")
+    given = {"quantization_config": SkudaConfig(weights="int4", group_size=0, symmetric=symmetric)}
+    with pytest.warns(UserWarning, match="2 layers, such as layer, have.*group_size=128, 64 or 32"):
+        model = from_pretrained(tmp_path / "floats", kind=Plain, **given)
+    model.save_pretrained(tmp_path / "codes")
+    with pytest.warns(UserWarning, match="layer has 4-bit weights with one scale a row"):
+        found = from_pretrained(tmp_path / "codes", kind=Plain)
+    with pytest.warns(UserWarning, match="layer has"):
+        load_(plain, tmp_path / "codes")
+    for each, names in ((model, ("layer", "more")), (found, ("layer",))):  # 128 elements are a group, too
+        report = each.hf_quantizer.report
+        assert report.per_row == names
+        assert "one scale a row" in str(report)
+        assert report.layer_bytes_before == 4 * (4 * (256 + 128) + 2 * 4)
+
+
+def test_the_layers_of_falcon_become_int8(tmp_path):
+    rng = fresh()
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    plain = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, bias=True, pad_token_id=0)).eval()
+    plain.save_pretrained(tmp_path / "floats")
+    model, ids = from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig()), drawn_ids(rng)
+    assert len(model.hf_quantizer.report.converted) == 8
+    found = logits(model, ids)
+    assert torch.nn.functional.cosine_similarity(found, logits(plain, ids), dim=-1).min() > 0.99
+    model.save_pretrained(tmp_path / "codes")
+    assert torch.equal(logits(from_pretrained(tmp_path / "codes"), ids), found)
+    load_(plain, tmp_path / "codes")
+    assert torch.equal(logits(plain, ids), found)
 
 
 def test_without_the_package_the_error_names_the_command():

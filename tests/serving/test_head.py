@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm_layers
 from support import fresh
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -57,6 +58,22 @@ def logits(layer, x):
 def expected(x, weight):
     codes, scale = quantized_weight(weight)
     return torch.ops.skuda.quantized_linear(x, codes, scale, output_element="f32")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_row_with_a_nan_is_nan_in_an_exact_model(served, monkeypatch, exact):
+    given = SimpleNamespace(quant_config=config(exact=exact))
+    monkeypatch.setattr(linear_kernel, "get_current_vllm_config_or_none", lambda: given)
+    rng, scheme = fresh(exact), {"dynamic": True, "symmetric": True, "per_channel": True}
+    head, layer = made(), vllm_layers.made("qkv", torch.bfloat16, vllm_layers.quantization(**scheme))
+    load(head, weight=drawn(rng))
+    vllm_layers.load(layer, vllm_layers.checkpoint("qkv", rng, **scheme))
+    ready(head)
+    ready(layer)
+    x = torch.from_numpy(rng.standard_normal((3, vllm_layers.K))).to(torch.bfloat16)
+    x[1, 7] = torch.nan
+    for found in (logits(head, x[:, :K]), layer(x)[0]):
+        assert found.isnan().any(1).tolist() == found.isnan().all(1).tolist() == [False, exact, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

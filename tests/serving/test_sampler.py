@@ -475,6 +475,25 @@ def test_exact_includes_the_head_and_refuses_floating_layers(served):
         SkudaConfig.from_config({"quant_method": "skuda", "exact": "yes"})
 
 
+def test_a_checkpoint_of_an_exact_model_is_served_exactly(served):
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
+    from skuda.vllm.head import SkudaHeadMethod
+
+    eight, four = (
+        Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=size),), own=size is not None, exact=True)
+        for size in (None, 128)
+    )
+    found = SkudaConfig.from_config(eight.fields())
+    assert found.exact
+    assert SkudaConfig.override_quantization_method(eight.fields(), None) == "skuda"
+    assert SkudaConfig.override_quantization_method(eight.fields(), "compressed-tensors") is None
+    assert type(ParallelLMHead(128, 64, quant_config=found, prefix="lm_head").quant_method) is SkudaHeadMethod
+    with pytest.raises(InvalidProblem, match="lm_head must"):
+        ParallelLMHead(128, 64, quant_config=SkudaConfig.from_config(four.fields()), prefix="lm_head")
+
+
 def test_kernels_get_ready_for_every_number_of_rows_and_choice_of_sets(served, monkeypatch):
     found = list(sampler.problems(WIDTH))
     sets = {(each.has_top_k, each.has_top_p) for each in found if each.op == "sample"}

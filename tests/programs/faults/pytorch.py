@@ -61,8 +61,7 @@ FAULTS = listed(
             "torch-a-gradient-of-torch-func-is-lost": ("if given.requires_grad", "if False", AUTOGRAD),
         },
         "dispatch/torch/nonfinite.py": {
-            "propagate-a-nan-is-no-number": ("forward(spread(input))", "forward(input)", NONFINITE),
-            "propagate-by-column": (".sum(-1, keepdim=True)", ".sum(0, keepdim=True)[..., :1]", NONFINITE),
+            "propagate-nothing": ("    layer.propagating()\n", "", NONFINITE),
         },
         "dispatch/torch/digest.py": {
             "parallel-a-digest-without-places": (") + 1", ") * 0 + 1", PARALLEL),
@@ -180,6 +179,7 @@ FAULTS = listed(
             "checkpoint-other-zero-points-of-a-symmetric-layer": ("zeros.any())", "zeros.all())", CHECKPOINT),
         },
         "dispatch/torch/int8_linear.py": {
+            "propagate-by-column": (".sum(-1, keepdim=True)", ".sum(0, keepdim=True)[..., :1]", NONFINITE),
             "module-a-cast-changes-scales": ("_is_scale(name)", "not _is_scale(name)", MODULES),
         },
         "dispatch/torch/dequantized_weight.py": {
