@@ -25,7 +25,6 @@ from skuda.tools.bench.report import compared
 from skuda.tools.files import write_whole
 from skuda.tools.studies.commands import records
 from skuda.tools.studies.parallel import INT8_ALL, ParallelRecord
-from skuda.tools.studies.train import TrainRecord
 from skuda.tools.study.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,10 +45,10 @@ _STYLE: Any = {
     # matplotlib would read dollar signs in a name as a formula.
     "text.parse_math": False,
 }
-_BOLD = ("skuda", "skuda, 4 bits", "skuda, exact", "skuda, exact, 4 bits", "skuda xN", "fake", "exact")
+_BOLD = ("skuda", "skuda, 4 bits", "skuda, exact", "skuda, exact, 4 bits", "skuda xN", "exact")
 _MARKS = {
     **dict.fromkeys(_BOLD, ("#0072B2", "o")),
-    **dict.fromkeys(("cutlass", "mixed"), ("#D55E00", "s")),
+    "cutlass": ("#D55E00", "s"),
     **dict.fromkeys(("bf16", "bf16 xN"), (_INK, "v")),
     **dict.fromkeys(("bf16 compiled", "bf16 x1"), ("#7A7F85", "^")),
     **dict.fromkeys(("fp8", "skuda x1"), ("#009E73", "D")),
@@ -121,8 +120,6 @@ def plots_of(record: Record) -> list[Plot]:
             return _layer(record)
         case ParallelRecord():
             return _times(record)
-        case TrainRecord():
-            return _loss(record)
         case _:
             return []
 
@@ -159,16 +156,6 @@ def by_rows(points: Sequence[tuple[int, Mapping[str, float], Mapping[str, float]
     ticks = [m for m, *_ in points]
     label = f"time over {INT8_ALL}"
     return Panel(above, "", "us", "", "xy", ticks, 3.0), Panel(below, "rows, M", label, "", "x", ticks, 1.8)
-
-
-def _loss(record: TrainRecord) -> list[Plot]:
-    """Return ``loss``: the training loss over the steps."""
-    series = []
-    for result in record.ways:
-        steps = [min(at * record.every, record.steps) for at in range(1, len(result.losses) + 1)]
-        series.append(Series(result.way, steps, result.losses))
-    panel = Panel(series, "step", f"nats per byte, mean of {record.every}")
-    return [Plot("loss", f"Training loss: {record.where}", [panel])]
 
 
 def policy(courses: Mapping[str, Sequence[Mapping[str, float]]], device: str) -> list[Plot]:

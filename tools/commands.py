@@ -27,7 +27,6 @@ EXAMPLES = {
     "bench-model": "skuda bench-model --decode 16 --output model.json  # needs a GPU",
     "bench-parallel": "skuda bench-parallel --gpus 2  # needs a GPU",
     "tune": "skuda tune fill --numel 65536 --output tuning.json  # needs a GPU",
-    "train-check": "skuda train-check --steps 200 --output train.json  # needs a GPU",
     "certify": "skuda certify qwen3 --plain  # needs transformers",
     "compile": "skuda compile --device h200 --op fill",
     "bundle": "skuda bundle kernels.skuda --device h200 --op fill",
@@ -41,6 +40,9 @@ EXAMPLES = {
     "demo": "skuda demo --device host",
 }
 """The example at the end of each command's help."""
+
+REMOVED = {"train-check": "python docs/examples/policy.py"}
+"""What does the work of commands that are gone."""
 
 _COMMON: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["--help", "-h"]}}
 app = typer.Typer(
@@ -217,15 +219,6 @@ OPTIONS: dict[str, Any] = {
     "update": _flag("--update", "Add new problems to a file that exists."),
     "margin": _option("PERCENT", "A kernel must be so much faster than the first one; else 3.", kind=float | None),
     "tune layers": _number("Launch a kernel so often in a graph, as layers of a model; 1 if left out.", most=99),
-    "way": _words("NAME", "These ways to train: bf16, fake, mixed; all if left out."),
-    "train-check device": _option("WHERE", "cpu, cuda, or auto, the default: a GPU where torch sees one."),
-    "steps": _number("Steps of the optimizer; 2000 if left out."),
-    "batch": _number("Sequences in a step; 32 if left out."),
-    "width": _number("Channels of the model; 512 if left out."),
-    "train-check layers": _number("Its layers; 8 if left out."),
-    "length": _number("Bytes in a sequence; 512 if left out."),
-    "tolerance": _option("PERCENT", "A way may be so much worse than bf16; else 1.", kind=float | None, min=0),
-    "compile": _flag("--compile", "Compile the model with torch.compile."),
 }
 """The options by parameter; ``COMMAND PARAMETER`` where a command means something of its own by it."""
 
@@ -333,18 +326,6 @@ _command(
     it is named: by SKUDA_TUNING, or as Dispatcher(tuning=FILE); `skuda explain` says how.
     """,
     fields="OP... [--FIELD VALUE]... [OPTIONS]",
-)
-_command(
-    "train-check",
-    "studies.commands:run_train",
-    "way device steps batch width layers length tolerance compile seed output show markdown as_json",
-    """Train a small model in int8, and compare it with bf16.
-
-    The model is a Llama over bytes, trained from scratch on the sources of Python's standard library, once in each way,
-    from the same initial weights on the same batches. Reports the loss, the time of a step, and the bits per byte on
-    held-out files: as trained, and in int8 with dynamic and static scales. Exits with 1 where any of these, except the
-    time, is worse than bf16 by more than the tolerance. Needs torch.
-    """,
 )
 _command(
     "certify",

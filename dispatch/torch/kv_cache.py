@@ -255,7 +255,37 @@ class Int8Cache(Cache):  # type: ignore[misc]
 
         It needs the queries, too: see `skuda.torch.attention`. Nothing is written before.
         """
+        self._layer("update", layer_idx)
         return NewKeys(self, layer_idx, key_states), value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the number of columns so far.
+
+        Raises
+        ------
+        InvalidProblem
+            For anything but the number of a layer.
+        """
+        return self._layer("get_seq_length", layer_idx).get_seq_length()
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return `max_cache_len`, or -1 without it; and raise as `get_seq_length`."""
+        return self._layer("get_max_length", 0 if layer_idx is None else layer_idx).get_max_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the columns of a mask for so many new ones, and the first one; and raise as `get_seq_length`."""
+        if not isinstance(query_length, torch.SymInt):  # an export's
+            check_count("Int8Cache.get_mask_sizes", "query_length", query_length)
+        return self._layer("get_mask_sizes", layer_idx).get_mask_sizes(query_length)
+
+    def _layer(self, call: str, number: int) -> Int8Layer:
+        """Return a layer. Transformers would take -1 for the last one, and others for layers to come."""
+        given: object = number
+        if type(given) is not int or not 0 <= given < len(self.layers):
+            rule = f"be the number of a layer, in [0, {len(self.layers) - 1}]"
+            raise InvalidProblem(f"Int8Cache.{call}", "layer_idx", shown(number), rule)
+        found: Int8Layer = self.layers[given]
+        return found
 
     def begin(
         self, number: int, shape: tuple[int, int, int, int], device: torch.device, rows: Tensor | None
@@ -366,8 +396,6 @@ class Int8Cache(Cache):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence; `repeats` is at least 1."""
-        check_count("Int8Cache.batch_repeat_interleave", "repeats", repeats, least=1)
-        if repeats >= 1 << 31:
-            raise InvalidProblem("Int8Cache.batch_repeat_interleave", "repeats", shown(repeats), "be below 2^31")
+        check_count("Int8Cache.batch_repeat_interleave", "repeats", repeats, least=1, below=2**31)
         if self.sequences.started:
             self.batch_select_indices(torch.arange(self.sequences.batch).repeat_interleave(repeats))

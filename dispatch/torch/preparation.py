@@ -62,9 +62,7 @@ def prepare(
         If no kernel can serve a layer.
     """
     check_model("prepare", model, None)
-    counts = _checked(rows)
-    if tokens is not None:
-        check_count("prepare", "tokens", tokens, 1)
+    counts = _checked(rows, tokens, progress)
     if dtype is None:
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     elif not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -88,14 +86,18 @@ def prepare(
     return planned
 
 
-def _checked(rows: Iterable[int]) -> tuple[int, ...]:
-    """Return numbers of rows, or raise `InvalidProblem` for anything else."""
-    try:
-        counts = tuple(rows)
-    except TypeError:
-        raise InvalidProblem("prepare", "rows", shown(rows), "be numbers of rows, such as (1, 16)") from None
+def _checked(rows: Iterable[int], tokens: int | None, progress: object) -> tuple[int, ...]:
+    """Return the numbers of rows, or raise `InvalidProblem`."""
+    if tokens is not None:
+        check_count("prepare", "tokens", tokens, 1)
+    if progress is not None and not callable(progress):
+        raise InvalidProblem("prepare", "progress", shown(progress), "be a function of two numbers, or left out")
+    given: object = rows
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        raise InvalidProblem("prepare", "rows", shown(rows), "be numbers of rows, such as (1, 16)")
+    counts = tuple(rows)
     for count in counts:
-        check_count("prepare", "rows", count)
+        check_count("prepare", "rows", count, below=2**31)
     return counts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 import warnings
 from collections import defaultdict
@@ -60,10 +61,12 @@ def _takes_two(function: object) -> bool:
     return True
 
 
-def check_count(subject: str, field: str, number: object, least: int = 0) -> None:
-    """Raise `InvalidProblem` unless the number is an integer of at least `least`."""
+def check_count(subject: str, field: str, number: object, least: int = 0, below: float = math.inf) -> None:
+    """Raise `InvalidProblem` unless the number is an integer in [least, below)."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise InvalidProblem(subject, field, shown(number), f"be an integer, at least {least}")
+    if number >= below:
+        raise InvalidProblem(subject, field, shown(number), f"be below {below}")
 
 
 def is_conv1d(module: nn.Module) -> bool:

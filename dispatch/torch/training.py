@@ -48,6 +48,17 @@ class _SharedLinear(nn.Linear):
         self.weight, self.bias = weight, bias
         self.train(linear.training)
 
+    def _taken(self, input: Tensor) -> Tensor:
+        """Return an input as autocast casts it. Of a wrong one, torch would name its own functions."""
+        input, name = autocast(input), type(self).__name__
+        wanted = self.weight.shape[-1:]
+        if not input.is_nested and input.shape[-1:] != wanted:
+            raise InvalidProblem(name, "input", f"shape {list(input.shape)}", f"have shape [..., {wanted[0]}]")
+        if input.device != self.weight.device:
+            rule = f"be on {self.weight.device}, as the weight; move it there first"
+            raise InvalidProblem(name, "input", f"on {input.device}", rule)
+        return input
+
     def _check_export(self) -> None:
         """Raise while a program with gradients is exported, which would not have those of this layer."""
         if torch.compiler.is_exporting() and torch.is_grad_enabled():
@@ -83,7 +94,8 @@ class FakeQuantLinear(_SharedLinear):
     Raises
     ------
     InvalidProblem
-        For a weight that is not f16, bf16 or f32 and, in `forward`, for a missing `input_scale`.
+        For a weight that is not f16, bf16 or f32 and, in `forward`, for a missing `input_scale`, and for an input on
+        another device than the weight or of another width.
     """
 
     input_scale: Tensor | None
@@ -116,7 +128,7 @@ class FakeQuantLinear(_SharedLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K)."""
         self._check_export()
-        input = autocast(input)
+        input = self._taken(input)
         if self.observing:
             self._observe(input)
         elif self.input_scale is not None:
@@ -223,13 +235,14 @@ class MixedLinear(_SharedLinear):
     Raises
     ------
     InvalidProblem
-        For a weight that is not f16, bf16 or f32.
+        For a weight that is not f16, bf16 or f32 and, in `forward`, for an input on another device than the weight or
+        of another width.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
         self._check_export()
-        return mixed_linear(autocast(input), self.weight, self.bias, *row_codes(self.weight))
+        return mixed_linear(self._taken(input), self.weight, self.bias, *row_codes(self.weight))
 
     def to_int8(self) -> DynamicLinear:
         """Return the int8 layer. It gives the bits of this layer.

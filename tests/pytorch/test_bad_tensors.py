@@ -25,6 +25,7 @@ from skuda.torch import (
     linear_dynamic,
     linear_scaled,
     mixed_linear,
+    prepare,
     quantize_,
 )
 from skuda.torch.int4 import from_grouped, int4_linear, int4_weight
@@ -236,6 +237,14 @@ CALLS = {
     "reorder_cache": (lambda **given: cache().reorder_cache(**given), {"beam_idx": torch.tensor([1, 0])}),
     "select": (lambda **given: cache().batch_select_indices(**given), {"indices": torch.tensor([True, False])}),
     "repeat": (lambda **given: cache().batch_repeat_interleave(**given), {"repeats": 2}),
+    "update": (lambda **given: cache().update(X, X, **given), {"layer_idx": 0}),
+    "get_seq_length": (lambda **given: cache().get_seq_length(**given), {"layer_idx": 0}),
+    "get_max_length": (lambda **given: cache().get_max_length(**given), {"layer_idx": 0}),
+    "get_mask_sizes": (lambda **given: cache().get_mask_sizes(**given), {"query_length": 1, "layer_idx": 0}),
+    "prepare": (
+        partial(prepare, layer(Dynamic())),
+        {"rows": (1, 2), "dtype": X.dtype, "tokens": 4, "progress": lambda *_: None},
+    ),
     "Int8Cache": (partial(cache, started=False), {"max_cache_len": 8, "offloading": False}),
     "SkudaConfig": (
         lambda **given: pytest.importorskip("skuda.torch.transformers").SkudaConfig(**given),
@@ -249,6 +258,10 @@ WRONG = {
     "indices": (torch.tensor([True]), None),
     "tokens_to_remove": ("a", 1, -1.0, True, X),
     "repeats": (0, -1, 1.5, 2**70),
+    "layer_idx": (1, -1, 2**70, 0.0, True, "a", X),
+    "query_length": (-1, 1.0, "a", X, None),
+    "rows": (*OTHERS.values(), X, (2**70,), "12", 3),
+    "progress": (3, X),
     "input": (X.tolist(), *OTHERS.values(), torch.Tensor.to_mkldnn),
     "weight": (X.tolist(), X.to_sparse()),
     "levels": (X.tolist(),),
@@ -271,6 +284,32 @@ def test_no_argument_raises_another_error_than_a_refusal(call):
         for value in WRONG.get(name, ()):
             with pytest.raises(InvalidProblem, match=rf"{NAMED.get(name, name)}\b.* must "):
                 function(**good | {name: value(X) if callable(value) else value})
+
+
+@pytest.mark.parametrize("config", [Dynamic(), Mixed(), FakeQuant(), FakeQuant(activation=None)])
+def test_a_layer_refuses_inputs_of_another_width_or_place(config):
+    for given, words in (
+        (X[:, :8], r"input must have shape \[\.\.\., 16\]"),
+        (X[0, 0], r"input must have shape \[\.\.\., 16\]"),
+        (X.to("meta"), "(input must be on cpu|arrays must all be on one device).* had .*on meta"),
+    ):
+        with pytest.raises(InvalidProblem, match=words):
+            layer(config)(given)
+
+
+def test_an_op_that_writes_in_place_needs_each_of_its_arguments():
+    found = cache()
+    names, at = OPS["rope_quantize_append"].names[:11], found.sequences
+    k = torch.ones(6, 32)
+    values = (torch.ones(6, 64), k, k, at.unturned, at.block_table, at.ends, at.starts, *found.layers[0].tensors)
+    given = dict(zip(names, values, strict=True))
+    for name in names:
+        with pytest.raises(InvalidProblem, match=rf"{name}\b.*; had nothing"):
+            SKUDA.rope_quantize_append(**given | {name: None}, heads=2)
+    with pytest.raises(InvalidProblem, match="v_scale must be given: an array of shape"):
+        SKUDA.rope_quantize_append(*values[:-1], None, heads=2)
+    with pytest.raises(RuntimeError, match="missing value for argument 'v_scale'"):  # torch's own words
+        SKUDA.rope_quantize_append(*values[:-1], heads=2)
 
 
 def test_a_cache_needs_a_config():

@@ -140,7 +140,10 @@ def test_the_first_layers_are_the_same_model_with_less():
 
 @pytest.mark.parametrize(
     ("given", "named", "message"),
-    [([torch.zeros(1).long()], {}, "prompts must be ids of two"), (None, {"batch": 1}, "batch must be at least 2")],
+    [
+        ([torch.zeros(1).long()], {}, "prompts must be ids of two"),
+        (None, {"batch": 1}, "batch must be an integer, at least 2"),
+    ],
 )
 def test_what_cannot_be_compared_is_refused(given, named, message):
     with pytest.raises(InvalidProblem, match=message):

@@ -271,7 +271,7 @@ def test_what_is_wrong_is_refused_by_name():
     refuses(
         "zeros between the tokens", stepped, model, cache, ids[:, :3], torch.nn.functional.pad(zeros, (0, 1), value=1)
     )
-    refuses("tokens_to_remove must be negative", cache.crop, 3)
+    refuses("tokens_to_remove must be an integer, negative or 0", cache.crop, 3)
     refuses("update must be called on the cache", cache.layers[0].update, None, None)
     refuses("max_cache_len must be in", Int8Cache, model.config, 0)
     refuses("had chunked_attention", Int8Cache, transformers.Llama4TextConfig(num_hidden_layers=4))

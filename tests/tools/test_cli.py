@@ -67,7 +67,7 @@ def test_every_example_runs(skuda, name, tmp_path, monkeypatch):
 
 def test_what_needs_a_gpu_is_marked_and_parses():
     assert {name for name in EXAMPLES if name not in RUN} <= {
-        *("bench", "bench-model", "bench-parallel", "tune", "train-check", "certify"),
+        *("bench", "bench-model", "bench-parallel", "tune", "certify"),
     }
     for name in set(EXAMPLES) - set(RUN):
         words = shlex.split(EXAMPLES[name], comments=True)[2:]
@@ -152,6 +152,7 @@ def test_the_shell_gets_a_function_that_asks_for_completions(tmp_path):
 
 BAD = {
     "unknown command": (["lst"], "Did you mean 'list'?"),
+    "removed command": (["train-check", "--steps", "2"], "instead use `python docs/examples/policy.py`"),
     "unknown option": (["list", "--elment", "f32"], "--element"),
     "unknown verb": (["cache", "lss"], "Did you mean 'ls'?"),
     "missing argument": (["show"], "ID"),

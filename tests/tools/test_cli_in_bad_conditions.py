@@ -33,7 +33,6 @@ COMMANDS = {
     "explain": ("explain", *LINEAR, "--device", "h200", "--all"),
     "verify": ("verify", "--device", "cpu", "--op", "fill", "--quick", "--json"),
     "bench": ("bench", "--show", str(RECORD)),
-    "train-check": ("train-check", "--width", "3"),
     "bench-model": ("bench-model", "--help"),
     "bench-parallel": ("bench-parallel", "--help"),
     "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
@@ -52,7 +51,6 @@ COMMANDS = {
     "version": ("--version",),
 }
 SILENT = {
-    "train-check",
     "certify",
     "compile",
     "bundle",
@@ -365,7 +363,6 @@ READERS = (
     "bench --show @",
     "bench-model --show @",
     "bench-parallel --show @",
-    "train-check --show @",
     "bench fill --shapes @",
     "tune --show @",
     "diff @ @",

@@ -6,7 +6,6 @@ What needs torch is imported when a command measures, so that a record can be sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,11 @@ from skuda.dispatch import Dispatcher
 from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.tools.bench.bench import STUDY as BENCH
-from skuda.tools.output import Report, chosen, refuse, split
-from skuda.tools.studies import model, parallel, train
+from skuda.tools.output import Report, chosen, split
+from skuda.tools.studies import model, parallel
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
 from skuda.tools.study.record import Record
 from skuda.tools.study.run import Findings, NoDevice, Study
-
-_INTERVALS = 100
-"""Points of a loss curve."""
-_HEAD = 64
-"""Channels of an attention head, of a model that has as many."""
 
 
 def measure_model(
@@ -89,64 +83,6 @@ def measure_parallel(
     return device, {"orders": job, "graph": not cpu, "results": results}
 
 
-def measure_train(
-    watch: Report,
-    *,
-    way: Sequence[str] = (),
-    device: str = "auto",
-    steps: int = 2000,
-    batch: int = 32,
-    width: int = 512,
-    layers: int = 8,
-    length: int = 512,
-    tolerance: float = 1.0,
-    compile: bool = False,
-    seed: int = 0,
-) -> Findings:
-    """Train a small model in each way, and evaluate it; `skuda train-check --help` explains the options."""
-    heads = max(1, width // _HEAD)
-    if width < 4 or width % (2 * heads):
-        rule = f"be even, and from {2 * _HEAD} on a multiple of {_HEAD}"
-        raise InvalidProblem("train-check", "--width", str(width), rule)
-    names = chosen("train-check", "--way", way, train.TRAINED) or train.TRAINED
-    _need_torch()
-    import torch
-
-    from skuda.tools.studies import corpus, training
-
-    text = corpus.load()
-    if length >= (most := min(text.trained.size, text.held_out.size)):
-        rule = f"be below {most}, the bytes of the smaller part of the text"
-        raise InvalidProblem("train-check", "--length", str(length), rule)
-    cards = [one for one in Dispatcher().devices if one.processor == "cuda" and torch.cuda.is_available()]
-    places = {"cpu": HOST, **dict(zip(("cuda",), cards, strict=False))}
-    place = [*places][-1] if device == "auto" else device
-    if place not in places:
-        refuse("train-check", "--device", device, ("auto", *places))
-    shape = train.ModelShape(width=width, layers=layers, heads=heads, hidden=11 * width // 4, length=length)
-    every = max(1, steps // _INTERVALS)
-    course = training.Training(shape, text, torch.device(place), seed, steps, batch, every, compile)
-
-    def advance(at: int, done: int) -> None:
-        watch(at * steps + done, len(names) * steps, names[at])
-
-    results = tuple(training.train(name, course, partial(advance, at)) for at, name in enumerate(names))
-    fields = {
-        "shape": shape,
-        "parameters": sum(parameter.numel() for parameter in course.initial().parameters()),
-        "steps": steps,
-        "batch": batch,
-        "every": every,
-        "windows": training.WINDOWS,
-        "learning_rate": training.LEARNING_RATE,
-        "compiled": compile,
-        "tolerance": tolerance,
-        "corpus": text.facts,
-        "ways": results,
-    }
-    return places[place], fields
-
-
 def _rows(command: str, option: str, given: Sequence[str], least: int = 1) -> tuple[int, ...]:
     """Return numbers of rows; raise `InvalidProblem` for anything else."""
     for text in split(given):
@@ -162,10 +98,9 @@ def _need_torch() -> None:
 
 MODEL = Study(model.ModelRecord, measure_model, model.sections)
 PARALLEL = Study(parallel.ParallelRecord, measure_parallel, parallel.sections)
-TRAIN = Study(train.TrainRecord, measure_train, train.sections)
-STUDIES: tuple[Study[Any], ...] = (BENCH, MODEL, PARALLEL, TRAIN)
+STUDIES: tuple[Study[Any], ...] = (BENCH, MODEL, PARALLEL)
 """The studies whose records are kept."""
-run_model, run_parallel, run_train = MODEL.run, PARALLEL.run, TRAIN.run
+run_model, run_parallel = MODEL.run, PARALLEL.run
 
 
 def records(folder: Path | None) -> dict[Path, tuple[Study[Any], Record]]:

@@ -21,7 +21,7 @@ _CODE = ("skuda.tools.bench", "skuda.tools.studies")
 
 
 class Record(Value):
-    """One run of a study; a subclass has the fields `kind`, such as ``skuda train-check``, and `schema_version`.
+    """One run of a study; a subclass has the fields `kind`, such as ``skuda bench-model``, and `schema_version`.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Record(Value):
 
     @classmethod
     def maker(cls) -> str:
-        """Return the name of the command that makes it, such as ``train-check``."""
+        """Return the name of the command that makes it, such as ``bench-model``."""
         return str(cls.model_fields["kind"].default).removeprefix("skuda ")
 
     def text(self) -> str:

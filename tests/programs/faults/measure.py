@@ -185,12 +185,5 @@ FAULTS = listed(
                 [f"{PARALLEL}::test_a_wrong_bit_on_one_rank_is_not_timed"],
             ),
         },
-        "tools/studies/train.py": {
-            "train-what-diverges-passes": (
-                "if not excess <= self.tolerance",
-                "if excess < -self.tolerance",
-                ["tests/tools/studies/test_train.py::test_what_is_worse_by_more_than_the_tolerance_fails"],
-            ),
-        },
     }
 )

@@ -22,7 +22,6 @@ from skuda.tools.cli import main
 from skuda.tools.studies.commands import STUDIES, records
 from skuda.tools.studies.model import ModelRecord
 from skuda.tools.studies.parallel import ParallelRecord
-from skuda.tools.studies.train import TrainRecord
 
 EVIDENCE = ROOT / "docs" / "evidence"
 STORED = records(EVIDENCE)
@@ -43,7 +42,7 @@ def test_every_record_of_the_docs_loads_and_is_saved_as_it_was(path, tmp_path):
 
 def test_no_record_of_the_docs_is_forgotten():
     kinds = {study.record.model_fields["kind"].default for study in STUDIES}
-    assert kinds == {"skuda bench", "skuda bench-model", "skuda bench-parallel", "skuda train-check"}
+    assert kinds == {"skuda bench", "skuda bench-model", "skuda bench-parallel"}
     files = [path for path in EVIDENCE.glob("*.json") if json.loads(path.read_text()).get("kind") in kinds]
     assert sorted(STORED) == sorted(files)
     assert set(ONE) == {study.record for study in STUDIES}
@@ -98,7 +97,7 @@ def test_times_that_cannot_be_are_refused(kind, name, value, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("kind", "member"),
-    [(BenchRecord, "cases"), (ModelRecord, "phases"), (ParallelRecord, "results"), (TrainRecord, "ways")],
+    [(BenchRecord, "cases"), (ModelRecord, "phases"), (ParallelRecord, "results")],
 )
 def test_a_record_of_nothing_is_refused(kind, member, tmp_path):
     found = (
@@ -147,18 +146,16 @@ EDITS = (
     ("bench", "bench/rivals.py", "_E4M3_MOST = 448.0", "_E4M3_MOST = 449.0", True),
     ("bench", "bench/cutlass/rival.py", "(8, 0, 0)", "(4, 0, 0)", True),
     ("model", "studies/model_bench.py", "_COMPARED = 3", "_COMPARED = 4", True),
-    ("model train", "studies/llama.py", "(-second, first)", "(second, first)", True),
+    ("model", "studies/llama.py", "(-second, first)", "(second, first)", True),
     ("model parallel", "studies/llama.py", "parameter.fill_(1.0)", "parameter.fill_(2.0)", True),
     ("parallel", "studies/parallel_rank.py", "_INPUTS = 3", "_INPUTS = 4", True),
-    ("train", "studies/training.py", "weight_decay=0.1", "weight_decay=0.2", True),
     ("bench model parallel", "bench/lab.py", "# The answer is kept", "# An answer is kept", False),
     ("bench", "bench/bench.py", '"""Measure one case;', '"""Measure a case;', False),
     ("bench", "bench/report.py", "_TERA = 1e12", "_TERA = 1e9", False),
     ("bench", "bench/record.py", "max(memory, compute)", "min(memory, compute)", False),
-    ("bench model parallel train", "study/view.py", '"### ', '"## ', False),
+    ("bench model parallel", "study/view.py", '"### ', '"## ', False),
     ("model", "studies/model.py", "_OVER_RIVALS = 1.3", "_OVER_RIVALS = 1.4", False),
     ("parallel", "studies/parallel.py", "_FEW, _MANY = 16, 2048", "_FEW, _MANY = 16, 1024", False),
-    ("train", "studies/train.py", '"final loss, nats per byte"', '"loss"', False),
 )
 EDITED = """
 import sys
@@ -169,7 +166,7 @@ from skuda.tools.study.record import measurer_hash
 
 folder = Path(skuda.tools.__file__).parent
 assert folder.is_relative_to(sys.argv[1]), folder
-kinds = {{study.record.maker().removeprefix("bench-").removesuffix("-check"): study.record for study in STUDIES}}
+kinds = {{study.record.maker().removeprefix("bench-"): study.record for study in STUDIES}}
 before = {{name: measurer_hash(kind) for name, kind in kinds.items()}}
 assert len(set(before.values())) == len(kinds)
 wrong = []
