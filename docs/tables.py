@@ -117,7 +117,7 @@ def vllm_times(record: Path = EVIDENCE / "h200-vllm-exact.txt") -> str:
 
 
 def vllm_engines(record: Path = EVIDENCE / "h200-vllm-engines.txt") -> str:
-    """Return what was printed of engines of vLLM: decode steps, prompts, and mixed requests the first and second time."""
+    """Return what was printed of engines of vLLM: decode steps, prompts, and mixed requests, once and again."""
     names = {"skuda": "skuda", "skudaint4": "skuda, 4 bits", "skudaexact": "skuda, exact"}
     names |= {"skudaint4exact": "skuda, exact, 4 bits", "stock": "int8", "fp8": "fp8", "w4a16": "W4A16", "bf16": "bf16"}
     rounds: dict[str, dict[str, float]] = {}

@@ -168,7 +168,7 @@ class ExactHead(DynamicLinear):
         if type(whole) is not DynamicLinear:
             raise InvalidProblem(type(self).__name__, "the loaded layer", f"a {type(whole).__name__}", "be dynamic")
         whole.__class__ = type(self)  # type: ignore[assignment]
-        return whole  # type: ignore[return-value]
+        return super().like(whole)  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""

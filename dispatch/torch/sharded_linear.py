@@ -120,7 +120,8 @@ class ShardedLinear(Int8Linear):
         _layers[self._number] = self
         self._split = f"{list(self.whole)} split by {shards}"
         self.train(whole.training)
-        whole.like(self)
+        if whole.nonfinite is not None:
+            self.propagating()
 
     def _shared(
         self, whole: Int8Linear, group: Group, shards: Shards | None, parts: tuple[tuple[int, ...], ...] | None
