@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 from skuda.dispatch.compile.member import Key
 
@@ -24,8 +25,16 @@ def cannot():
     raise NoCompiler
 
 
+class Got(NamedTuple):
+    """What a test looks at of what a cache has found."""
+
+    cubin: bytes
+    notes: tuple[str, ...]
+
+
 def get(cache, build=lambda: CUBIN, key=KEY, compiler="nvcc 13.0"):
-    return cache.get(key, compiler, build, sku="an id", file="package:file.cu")
+    found = cache.get(key, compiler, build, sku="an id", file="package:file.cu")
+    return Got(found.cubin, found.notes)
 
 
 def entry_of(cache):

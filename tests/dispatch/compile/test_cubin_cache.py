@@ -185,7 +185,7 @@ def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path):
         sys.stdin.readline()
         key = Key("5" * 64, (), "sm_90", "launch", "pycuda")
         found = CubinCache(folder).get(key, "nvcc", build, sku="an id", file="package:file.cu")
-        assert found == (b"cubin" * 1000, ()), found
+        assert found[:2] == (b"cubin" * 1000, ()), found
         """
     )
     log = tmp_path / "log"

@@ -40,7 +40,7 @@ FAULTS = listed(
                 AUTOGRAD,
             ),
             "train-a-nan-in-a-row-is-hidden": ("torch.nan, scale", "1.0, scale", TRAINING),
-            "train-a-nan-in-an-input-is-hidden": ("linear_dynamic(spread(input)", "linear_dynamic((input)", TRAINING),
+            "train-a-nan-in-an-input-is-hidden": ('"nonfinite": "propagate"}', '"nonfinite": None}', TRAINING),
             "train-a-nan-with-a-fixed-scale-is-hidden": (" + (input - input)", "", [*AUTOGRAD, *TRAINING]),
             "torch-a-bias-gets-one-row": ("grad).sum(0).to(dtype", "grad)[0].to(dtype", [*AUTOGRAD, *TRAINING]),
         },
@@ -214,7 +214,11 @@ FAULTS = listed(
         "dispatch/torch/sequences.py": {
             "attention-beams-do-not-copy-the-last-page": ("begun[own] & ~keeps", "begun[own] & False", KV_CACHE),
             "attention-a-full-cache-is-written": ("self.seen + new <= self.most", "self.seen <= self.most", KV_CACHE),
-            "attention-pages-grow-one-by-one": ("max(blocks, self.blocks + self.blocks // 2)", "blocks", KV_CACHE),
+            "attention-pages-grow-one-by-one": (
+                "max(blocks, min(self.blocks + self.blocks // 2, MOST_POSITIONS // PAGE))",
+                "blocks",
+                KV_CACHE,
+            ),
             "attention-positions-of-rope-are-not-checked": ("(ids == at)", "(at == at)", ATTENTION),
         },
         "dispatch/torch/kv_cache.py": {
