@@ -28,6 +28,7 @@ def launch(problem):
 
 def offer(backend, arch, elements):
     """Return the kernels of a backend, for each element of the data."""
+    plain = (OneOf(field="nonfinite", allowed=("ignore",)),)
     by_row = (OneOf(field="scope", allowed=("token",)), OneOf(field="mode", allowed=("symmetric",)))
     return [
         KernelSku(
@@ -44,7 +45,7 @@ def offer(backend, arch, elements):
             entry_point=op,
             summary="a program takes some rows",
         )
-        for op, codes, constraints in (("amax", None, ()), ("dynamic_range", S8, by_row))
+        for op, codes, constraints in (("amax", None, plain), ("dynamic_range", S8, by_row))
         for element in elements
     ]
 

@@ -87,7 +87,11 @@ SKUS = (
     *linear(
         "quantized_linear",
         "c_out",
-        (OneOf(field="code_element", allowed=(S8,)), OneOf(field="output_element", allowed=NARROW)),
+        (
+            OneOf(field="code_element", allowed=(S8,)),
+            OneOf(field="output_element", allowed=NARROW),
+            OneOf(field="nonfinite", allowed=("ignore",)),
+        ),
     ),
     *linear(
         "smoothquant_linear",
