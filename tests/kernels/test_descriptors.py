@@ -27,6 +27,7 @@ from skuda.registry.vocabulary import (
     DynamicRangeScope,
     EpilogueKind,
     GeluForm,
+    Nonfinite,
     RotaryLayout,
     Scaling,
 )
@@ -255,7 +256,7 @@ def _made(make, fields):
 
 def test_the_kinds_of_fields_are_those_that_are_tested():
     kinds = {kind for op in OPS for kind in _kinds(op).values()}
-    enums = {ElementKind, EpilogueKind, DynamicRangeMode, DynamicRangeScope, GeluForm, RotaryLayout, Scaling}
+    enums = {ElementKind, EpilogueKind, DynamicRangeMode, DynamicRangeScope, GeluForm, Nonfinite, RotaryLayout, Scaling}
     assert kinds == {bool, int, float, tuple, Literal, *enums}
 
 
