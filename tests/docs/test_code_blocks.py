@@ -24,6 +24,7 @@ import pytest
 import typer
 from paths import ROOT
 
+from skuda.dispatch import telemetry
 from skuda.tools.cli import main
 from skuda.tools.commands import app
 
@@ -88,6 +89,7 @@ def _surroundings(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SKUDA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("SKUDA_PLUGINS", "0")
+    monkeypatch.setattr(telemetry, "KERNELS", telemetry.Kernels())  # other tests load kernels in this process
     monkeypatch.chdir(tmp_path)
     root = logging.getLogger()
     before = root.level, list(root.handlers)
