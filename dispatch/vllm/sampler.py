@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -24,6 +25,7 @@ from skuda.registry.descriptor import Descriptor
 from skuda.torch.sampling import as_top_k
 from skuda.torch.tensor_op import OPS
 
+logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
 _LEAST_TEMPERATURE = 1e-5
 """Below this, vLLM takes the largest logit."""
 _SIGN = 31
@@ -73,7 +75,7 @@ class ExactSampler(Sampler):  # type: ignore[misc]
 
     @staticmethod
     def greedy_sample(logits: Tensor) -> Tensor:
-        """Return the lowest id among the largest logits of each row."""
+        """Return what `greedy` finds."""
         return greedy(logits)
 
     @staticmethod
@@ -117,8 +119,8 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         """
         at = sampling_metadata
         if at.all_greedy:
-            found: tuple[Tensor, Tensor | None] = super().sample(logits, at)
-            return found
+            tokens, processed = super().sample(logits, at)
+            return UNDEFINED.settle(tokens), processed
         largest_ones = None if at.all_random else greedy(logits)
         logits = self.apply_temperature(logits, at.temperature, at.all_random)
         for processor in at.logitsprocs.argmax_invariant:
@@ -132,7 +134,8 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         seed, position = self._keys(len(logits), logits.device)
         drawn = draw(logits, seed, position, top_k, top_p)
         at.generators.clear()  # vLLM would take back draws of those that it throws away
-        return drawn if largest_ones is None else chosen(at.temperature, largest_ones, drawn), processed
+        tokens = drawn if largest_ones is None else chosen(at.temperature, largest_ones, drawn)
+        return UNDEFINED.settle(tokens), processed
 
     def _keys(self, rows: int, device: torch.device) -> Tensor:
         """Return the seed and the position of each row; 0 for rows of no request, as when vLLM measures memory."""
@@ -151,9 +154,9 @@ class ExactSampler(Sampler):  # type: ignore[misc]
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Return the lowest id among the largest logits of each row, s64."""
+    """Return the lowest id among the largest logits of each row, s64; -1 for a row without a distribution, as `draw`."""
     found: Tensor = torch.ops.skuda.argmax.default(logits)
-    return found
+    return found.masked_fill_(~logits.gather(1, found[:, None])[:, 0].isfinite(), -1)
 
 
 def draw(logits: Tensor, seed: Tensor, position: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
@@ -169,12 +172,75 @@ def draw(logits: Tensor, seed: Tensor, position: Tensor, top_k: Tensor | None, t
     Returns
     -------
     tensor of shape (rows,), s64
-        Ids; 0 for a row without a distribution, since vLLM looks every id up.
+        Ids; -1 for a row without a distribution: with a NaN, plus infinity, or nothing but minus infinity.
     """
     ones, zeros = torch.ones_like(seed, dtype=torch.float32), torch.zeros_like(seed)
     top_k = None if top_k is None else as_top_k(top_k)
     found: Tensor = torch.ops.skuda.sample.default(logits, ones, seed, zeros, position, top_k, top_p)
-    return found.clamp_(min=0)
+    return found
+
+
+class Undefined:
+    """Counts rows of logits without a distribution, and warns of them.
+
+    A GPU's count is read at a later step, so that no step waits for it.
+
+    Attributes
+    ----------
+    rows : int
+        Rows that this process has seen so far, of those that are known already.
+    """
+
+    def __init__(self) -> None:
+        self.rows, self._told = 0, 0
+        self._count: Tensor | None = None
+        self._copy: tuple[Tensor, torch.Event | None] | None = None
+
+    def settle(self, tokens: Tensor) -> Tensor:
+        """Count the ids of -1, and turn them into 0 in place, since vLLM looks every id up.
+
+        Parameters
+        ----------
+        tokens : tensor of shape (rows,), s64
+
+        Returns
+        -------
+        tensor of shape (rows,), s64
+        """
+        self._read()
+        if self._count is None or self._count.device != tokens.device:
+            self._count, self._copy = torch.zeros((), dtype=torch.int64, device=tokens.device), None
+        self._count += (tokens < 0).sum()
+        if self._copy is None:
+            self._copy = self._copied(self._count)
+        if not tokens.is_cuda:
+            self._read()
+        return tokens.clamp_(min=0)
+
+    @staticmethod
+    def _copied(count: Tensor) -> tuple[Tensor, torch.Event | None]:
+        if not count.is_cuda:
+            return count.clone(), None
+        event = torch.Event("cuda")
+        host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
+        event.record()
+        return host, event
+
+    def _read(self) -> None:
+        """Take a count that has arrived, and tell at the first row and whenever the number has doubled."""
+        if self._copy is None or not (self._copy[1] is None or self._copy[1].query()):
+            return
+        self.rows, self._copy = int(self._copy[0]), None
+        if self.rows >= max(2 * self._told, 1):
+            self._told = self.rows
+            logger.warning(
+                "skuda: %d rows of logits so far had a NaN or an infinity, and no distribution. Their token is id 0, and "
+                "its log-probability is NaN. VLLM_COMPUTE_NANS_IN_LOGITS=1 counts such requests.",
+                self.rows,
+            )
+
+
+UNDEFINED = Undefined()
 
 
 def chosen(temperature: Tensor, largest_ones: Tensor, drawn: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample import prompt_logprob, sampler, states
 
-from skuda.vllm.sampler import chosen, draw, greedy, largest, log_probabilities, ranks_of
+from skuda.vllm.sampler import UNDEFINED, chosen, draw, greedy, largest, log_probabilities, ranks_of
 
 
 class ExactSampler(sampler.Sampler):  # type: ignore[misc]
@@ -55,11 +55,11 @@ class ExactSampler(sampler.Sampler):  # type: ignore[misc]
             # The sets that these scores are of are vLLM's, so that every drawn token is in its set.
             logits, top_k, top_p = at.apply_top_k_top_p(logits, where, rows), None, None
         if not temperatures.any():
-            return greedy(logits), logits
+            return UNDEFINED.settle(greedy(logits)), logits
         drawn = draw(logits, at.seeds.gpu[where], position, top_k, top_p)
         if temperatures.all():
-            return drawn, logits
-        return chosen(at.temperature.gpu[where], greedy(logits), drawn), logits
+            return UNDEFINED.settle(drawn), logits
+        return UNDEFINED.settle(chosen(at.temperature.gpu[where], greedy(logits), drawn)), logits
 
 
 def compute_topk_scores(

@@ -378,11 +378,33 @@ def test_named_tokens_have_exact_log_probabilities(alone, monkeypatch):
             assert (got.logprobs[row, len(ids) :] == -torch.inf).all()
 
 
-def test_a_row_without_a_distribution_gives_an_id_that_exists(alone):
-    logits = torch.full((2, WIDTH), torch.nan)
-    logits[1] = -torch.inf
-    key = torch.zeros(2, dtype=torch.int64)
-    assert sampler.draw(logits, key, key, None, None).tolist() == [0, 0]
+def test_a_row_without_a_distribution_gives_an_id_that_exists_and_a_warning(runner, monkeypatch):
+    told, server, healthy = [], runner(prompts(fresh())), logits_of
+    monkeypatch.setattr(sampler.logger, "warning", lambda line, *values: told.append(line % values))
+    monkeypatch.setattr(sampler.UNDEFINED, "__dict__", sampler.Undefined().__dict__)
+    server.step(names := ["greedy", "both", "plain", "top-k"])
+    assert not told
+    assert not sampler.UNDEFINED.rows
+    # A NaN alone, as of one row of the head, and a row of them, as of a token in an exact model.
+    poisoned = {"greedy": (9, torch.nan), "both": (slice(None), torch.nan), "plain": (4, torch.inf)}
+
+    def with_poison(name, tokens):
+        found = healthy(name, tokens)
+        if name in poisoned:
+            found[poisoned[name][0]] = poisoned[name][1]
+        return found
+
+    with monkeypatch.context() as within:
+        within.setitem(globals(), "logits_of", with_poison)
+        found = server.step(names)
+        assert [found[name][0] for name in poisoned] == [0, 0, 0]
+        assert all(torch.tensor(each, dtype=torch.int32).view(torch.float32).isnan() for each in found["greedy"][1][1])
+        assert sampler.UNDEFINED.rows == len(poisoned)
+        server.step(names[:1])
+        server.step(names)  # 3 + 1 + 3
+    server.step(names)
+    assert sampler.UNDEFINED.rows == 7
+    assert [line.split()[1] for line in told] == ["3", "7"]
 
 
 def test_largest_ones_are_in_order_and_the_lower_id_is_first():
