@@ -33,7 +33,7 @@ test-all: $(VENV)/.test  ## every test there is
 	$(PYTEST)
 
 faults: $(VENV)/.test  ## wrong edits, one at a time: a test must notice each of them
-	$(BIN)/python tests/programs/faults
+	$(BIN)/python tests/programs/faults.py
 
 soak: $(VENV)/.test  ## random problems, arguments and faults for SECONDS (600)
 	$(BIN)/python tests/programs/soak.py --seconds $(or $(SECONDS),600)

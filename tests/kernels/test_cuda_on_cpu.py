@@ -371,7 +371,7 @@ MUTANTS = {
 @plainly
 @pytest.mark.parametrize(("op_name", "before", "after"), MUTANTS.values(), ids=MUTANTS)
 def test_a_wrong_kernel_is_caught(op_name, before, after):
-    """Many more faults are in `tests/programs/faults/kernels.py`."""
+    """Many more faults are in `tests/programs/faults.py`."""
     op, sku, cases = next(each for each in OFFERED if each[0].name == op_name)
     unit = emulator.Unit.of(sku).with_change(before, after)
     emulator.load(unit)  # it must compile

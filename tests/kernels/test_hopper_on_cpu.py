@@ -261,7 +261,7 @@ def test_gelu_and_silu_are_the_reference_s_wherever_they_bend_or_end(way, epilog
     ],
 )
 def test_a_wrong_kernel_is_caught(way, before, after):
-    """Many more faults are in `tests/programs/faults/kernels.py`."""
+    """Many more faults are in `tests/programs/faults.py`."""
     with pytest.raises(AssertionError, match=r"differ|read"):
         run_extreme(way, (False, False), change=(before, after))
 
