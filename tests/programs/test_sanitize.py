@@ -62,7 +62,7 @@ def run(tmp_path):
     return run
 
 
-def test_a_clean_run_names_tool_kernel_and_hash_and_is_stale_once_the_kernel_changed(run, capsys):
+def test_a_clean_run_is_stale_once_the_kernel_changed(run, capsys):
     done, record = run()
     assert done.returncode == 0, done.stdout + done.stderr
     (only,) = record["runs"]

@@ -39,7 +39,7 @@ def same(got, want):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_token_has_the_same_logits_alone_in_a_batch_in_parts_and_in_training(family, config):
+def test_a_token_has_the_same_logits_in_every_way(family, config):
     rng = fresh(family, config)
     plain = decoders.small(family, rng, tie_word_embeddings=bool(rng.integers(2)))
     served, model = exact(copy.deepcopy(plain)), exact(copy.deepcopy(plain), config)

@@ -270,21 +270,6 @@ def test_parts_of_4_bit_weights_are_whole_units(axis, sizes, words):
     on_ranks(2, work)
 
 
-def test_heads_of_4_bits_that_begin_within_a_unit_leave_the_model_as_it_was():
-    """With 3 ranks, those of 2, 1 and 1 heads of keys."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **SIZES))
-    quantize_(model, Dynamic(weights="int4"))
-    models = [copy.deepcopy(model) for _ in range(3)]
-
-    def work(group):
-        mine = models[group.rank]
-        with pytest.raises(InvalidProblem, match=r"self_attn.q_proj .* multiples of 16 output channels"):
-            parallelize_(mine, group)
-        assert not any(isinstance(module, ColumnLinear | RowLinear) for module in mine.modules())
-
-    on_ranks(3, work)
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_split_model_is_not_updated(weights):
     model, trained = (GatedMLP(24, 272, nn.SiLU()) for _ in range(2))
@@ -319,21 +304,6 @@ def test_models_of_transformers_are_understood(name):
     for report in on_ranks(2, lambda group: parallelize_(models[group.rank], group, lm_head=True)):
         assert len(report.converted) == 2 * 7 + 1
         assert report.left == ()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_model_may_be_the_mlp_itself(fused):
-    model = GatedMLP(24, 40, nn.SiLU())
-    quantize_(model, Dynamic())
-    if fused:
-        fuse_(model)
-    models = [model, copy.deepcopy(model)]
-
-    def work(group):
-        return set(parallelize_(models[group.rank], group).converted)
-
-    first = {"gate_up_proj"} if fused else {"gate_proj", "up_proj"}
-    assert on_ranks(2, work) == [first | {"down_proj"}] * 2
 
 
 def test_an_attention_that_is_not_understood_leaves_the_model_as_it_was():

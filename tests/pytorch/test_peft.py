@@ -128,19 +128,6 @@ def test_merged_adapters_become_codes_and_unmerging_is_exact(more, safe):
     assert same(logits(plain, ids), merged)
 
 
-def test_several_adapters_are_merged_with_one_rounding():
-    rng = fresh()
-    model = randomize(with_lora(quantized(llama(rng))), rng)
-    model.add_adapter("second", peft.LoraConfig(target_modules=TARGETS, r=2))
-    randomize(model, rng)
-    other = copy.deepcopy(model)
-    model.merge_adapter(["default", "second"])
-    other.merge_adapter(["default"])
-    with pytest.warns(UserWarning, match="Already following adapters were merged"):
-        other.merge_adapter(["second"])
-    assert all(same(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-
-
 def test_a_merge_that_is_not_finite_changes_nothing():
     rng = fresh()
     model = with_lora(quantized(llama(rng)))
