@@ -32,7 +32,7 @@ test: $(VENV)/.test  ## the tests, a fresh sample of those that there are for ev
 test-all: $(VENV)/.test  ## every test there is
 	$(PYTEST)
 
-faults: $(VENV)/.test  ## wrong edits, one at a time: a test must notice each of them
+faults: $(VENV)/.test  ## wrong edits of kernels, planted and drawn, one at a time: a test must notice each planted one
 	$(BIN)/python tests/programs/faults.py
 
 soak: $(VENV)/.test  ## random problems, arguments and faults for SECONDS (600)

@@ -326,13 +326,3 @@ def test_blocks_share_a_row_until_the_card_is_full(sequences, blocks, splits):
     assert scratch.pop(ZEROS, 0) <= MOST_ZEROS
     assert sum(scratch.values()) <= 128 << 20
     assert launch.steps[0].shared <= KNOWN_DEVICES["rtx4090"].shared_memory
-
-
-def test_many_rows_of_a_token_have_the_bits_of_the_same_heads_alone():
-    rng = fresh("heads")
-    world = World(rng, (140,), heads=300, kv_heads=1)
-    (whole,) = world.attend([(0, 130, 140)])
-    world.fields["heads"] = 7
-    world.q[0] = tuple(part[:, 290:297] for part in world.q[0])
-    (some,) = world.attend([(0, 130, 140)])
-    assert_same_bits(some, whole[:, 290:297])

@@ -272,7 +272,8 @@ def test_numbers_of_numpy_are_numbers():
     ],
 )
 def test_an_element_that_no_kernel_serves_is_unsupported_with_every_reason(op, field):
-    element = fresh(op.name, field).choice([ElementKind.FP8_E4M3, ElementKind.COMPLEX64, ElementKind.BOOL])
+    unserved = (ElementKind.FP8_E4M3, ElementKind.COMPLEX64, ElementKind.BOOL)
+    element = unserved[fresh(op.name, field).integers(3)]
     problem = op.descriptor(**_fields(op) | {field: element})
     with pytest.raises(Unsupported) as caught:
         dispatcher().select(problem)

@@ -61,8 +61,8 @@ def test_a_model_gives_the_result_of_eager_attention_or_is_refused(group, tmp_pa
     assert all(ends)
 
 
-@pytest.mark.parametrize("way", ["config", "load", "set"])
-@pytest.mark.parametrize("name", NOT_SERVED)
+@pytest.mark.parametrize("way", sampled(["config", "load", "set"]))
+@pytest.mark.parametrize("name", sampled(NOT_SERVED, 6))
 def test_a_model_that_computes_attention_itself_is_refused_by_name(name, way, tmp_path):
     model = small_model(name, 0)
     with pytest.raises(InvalidProblem, match=rf"attention must .*; had \w+, of a {type(model).__name__[:5]}|one of a"):
@@ -101,7 +101,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", sampled([False, True]))
 @pytest.mark.parametrize("use", USES)
 @torch.no_grad()
 def test_a_mask_can_be_used_by_no_other_attention(use, compiled):

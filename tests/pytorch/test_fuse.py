@@ -155,7 +155,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("rows", sampled([(2, 1), (1, 4), (3, 1)]))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", sampled(DTYPES, 2))
 @pytest.mark.parametrize(("norm", "act"), PARTS)
 def test_a_fused_stack_has_the_bits_of_numpys_ops(norm, act, dtype, rows):
     rng = fresh("numpy", dtype, rows)
@@ -335,7 +335,7 @@ def test_casts_keep_scales():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("compile_with", [None, "aot_eager"])
+@pytest.mark.parametrize("compile_with", sampled([None, "aot_eager"]))
 @pytest.mark.parametrize(("norm", "act"), PARTS)
 def test_a_fused_layer_has_the_gradients_of_the_original(norm, act, compile_with):
     rng = fresh("gradients", compile_with)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import fresh
+from support import fresh, sampled
 from tensors import GatedMLP, assert_same, normal
 from torch import nn
 
@@ -53,7 +53,7 @@ def converted(kind, nonfinite, dtype=torch.float32, state=None):
     return model
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", sampled(VALUES))
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("kind", ["dynamic", "smoothed", "static"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it

@@ -30,7 +30,7 @@ from skuda.torch import (
     quantize_,
     save,
 )
-from skuda.torch.digest import digest, sums
+from skuda.torch.digest import sums
 from skuda.torch.int4 import int4_linear
 from skuda.torch.nonfinite import propagating
 from skuda.torch.scheme import Scheme
@@ -160,19 +160,6 @@ def test_a_model_is_split_once(fused):
     on_ranks(2, work)
 
 
-def test_a_plan_can_split_further_layers_later():
-    model = Pair(Dynamic())
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def work(group):
-        return [parallelize_(models[group.rank], group, {name: way}) for name, way in PAIR.items()]
-
-    for first, second in on_ranks(2, work):
-        assert (*first.converted, *second.converted) == ("up", "down")
-        assert first.left == ("first", "down")
-        assert second.left == ("first",)
-
-
 @torch.no_grad()
 def test_layers_that_propagate_do_so_on_ranks_unless_they_are_static():
     models = list(map(copy.deepcopy, [Pair(Dynamic(nonfinite="propagate"))] * 2))
@@ -208,15 +195,6 @@ def test_sums_tell_bytes_apart(monkeypatch, size):
     for shift in (1, 8):  # the second keeps words, and moves them
         turned = data.roll(shift)
         assert (sums(turned) == sums(data)) == torch.equal(turned, data)
-
-
-def test_a_digest_is_that_of_the_bits():
-    x = normal(fresh(), 5, 33).bfloat16()
-    same = [x.clone(), x.t().contiguous().t(), torch.cat([x, x])[5:]]
-    other = [x.view(torch.int16), x.flatten(), x[:4], x + 0.5, torch.cat([x[1:], x[:1]])]
-    assert {digest(each) for each in same} == {digest(x)}
-    assert len({digest(each) for each in (x, *other)}) == 1 + len(other)
-    assert len({digest(*each) for each in ((x,), (x, None), (None, x), (x, x), ())}) == 5
 
 
 def test_what_cannot_be_shared_is_refused_and_left(tmp_path):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from support import fresh
+from support import fresh, sampled
 from tensors import calibrated, same
 from torch import nn
 
@@ -105,7 +105,7 @@ def test_all_linear_means_the_int8_layers():
 
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"fan_in_fan_out": True}, {"use_rslora": True}], ids=str)
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("safe", sampled([False, True]))
 def test_merged_adapters_become_codes_and_unmerging_is_exact(more, safe):
     rng = fresh(more, safe)
     ids, model = drawn_ids(rng), randomize(with_lora(quantized(llama(rng)), **more), rng)

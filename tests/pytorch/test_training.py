@@ -256,9 +256,9 @@ def test_mixed_trains_after_inference_mode():
 VALUES = (np.nan, np.inf, -np.inf)
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", sampled(VALUES))
 @pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", sampled(WAYS, 4), ids=str)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
 def test_what_is_not_finite_shows_in_the_result(way, compiles, value):
     rng = fresh(way, compiles, value)
@@ -343,8 +343,8 @@ class Twice(nn.Module):
         return self.part(x) if self.again is None else checkpoint(self.part, x, use_reentrant=self.again)
 
 
-@pytest.mark.parametrize("way", STEPS, ids=str)
-@pytest.mark.parametrize("low", [None, *LOW])
+@pytest.mark.parametrize("way", sampled(STEPS, 2, each=type), ids=str)
+@pytest.mark.parametrize("low", sampled([None, *LOW], 2))
 def test_checkpoints_with_and_without_autocast(way, low):
     rng = fresh(str(way), low)
     model, x = Twice(way, rng), normal(rng, 5, K)
@@ -436,8 +436,8 @@ def test_a_result_of_a_first_call_can_be_changed_in_place():
             y.sum().backward()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("way", STEPS, ids=str)
+@pytest.mark.parametrize("bias", sampled([True, False]))
+@pytest.mark.parametrize("way", sampled(STEPS, each=type), ids=str)
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning"
 )  # torch's export uses deprecated things

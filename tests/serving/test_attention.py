@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import fresh
+from support import fresh, sampled
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import attention as vllm_attention_layer
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -45,7 +45,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("windows", [(None, None), (40, 40), (None, 150)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", sampled([torch.float16, torch.bfloat16, torch.float32]))
 def test_a_token_has_the_same_bits_in_every_batch_and_chunk(alone, windows, dtype):
     rng = fresh(windows, dtype)
     tokens = {name: drawn(rng, 2, length, dtype) for name, length in LENGTHS.items()}
