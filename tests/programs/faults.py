@@ -1,12 +1,13 @@
 """Plant faults in the kernels of a copy of the repository, one at a time, and check that a test fails of each.
 
-    python tests/programs/faults.py                     the planted faults, and as many drawn ones
-    python tests/programs/faults.py linear- --drawn 0   those whose names begin so
-    python tests/programs/faults.py none --drawn 20     edits of operators and numbers, drawn at random
+    python tests/programs/faults.py                   the planted faults, and some drawn ones
+    python tests/programs/faults.py linear-           those whose names begin so
+    python tests/programs/faults.py none --drawn 20   edits of operators and numbers, drawn at random
 
 `FAULTS` has one fault of each kind. The exit status is 1 if one of them is not caught, or cannot be planted: its text
 must stand in its file exactly once. Drawn edits that no test notices are shown with their line: they may change no
-result, and a person judges them. All named tests first run without any fault, and must pass.
+result, and a person judges them; their tests run as `make test` runs them. All named tests first run without any
+fault, and must pass.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Fault(NamedTuple):
     tests: Sequence[str]
     at: int | None = None
     """Where `old` begins, if it stands in the file more than once."""
+    options: Sequence[str] = ()
+    """What pytest is told besides."""
 
 
 def on_cpu(*skus: str) -> list[str]:
@@ -191,6 +194,7 @@ EDITS = {
     "&&": "||",
     "||": "&&",
 }
+_SAMPLE = ("-m", "not full")
 _TOKEN = re.compile(r"(?<![-+<>=&|*/.\w])(?:[+*<>]|<=|>=|==|&&|\|\||\d+)(?![-+<>=&|*/.\w])| - ")
 
 
@@ -206,17 +210,14 @@ def drawn(root: Path, rng: random.Random, count: int) -> list[Fault]:
             token, at = (place := rng.choice(places)).group(), place.start()
             new = EDITS[token] if token in EDITS else str(int(token) + 1)
             line = text.count("\n", 0, at) + 1
-            found.append(Fault(f"{name}:{line} {token.strip()} -> {new.strip()}", name, token, new, _tests(name), at))
+            title = f"{name}:{line} {token.strip()} -> {new.strip()}"
+            found.append(Fault(title, name, token, new, RUN_BY[name.rpartition("/")[0]], at, _SAMPLE))
     return found
 
 
 def _is_code(text: str, at: int) -> bool:
     before = text[text.rfind("\n", 0, at) + 1 : at]
     return "//" not in before and not before.lstrip().startswith(("#", "template", "typedef", "*", "/*"))
-
-
-def _tests(name: str) -> list[str]:
-    return RUN_BY[name.rpartition("/")[0]]
 
 
 class Tree:
@@ -253,7 +254,7 @@ class Tree:
         at = text.index(fault.old) if fault.at is None else fault.at
         file.write_text(text[:at] + fault.new + text[at + len(fault.old) :], encoding="utf-8")
         try:
-            status, said = self.test(fault.tests, "-x")
+            status, said = self.test(fault.tests, "-x", *fault.options)
         finally:
             file.write_text(text, encoding="utf-8")
         if status == 1:
@@ -266,17 +267,20 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT, faults: S
     """Run the program; return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help="beginnings of names of planted faults")
-    parser.add_argument("--drawn", type=int, default=len(FAULTS), help="how many edits to draw")
+    parser.add_argument("--drawn", type=int, help="how many edits to draw: 8, or none beside names")
     parser.add_argument("--seed", default=os.environ.get("SKUDA_TEST_SEED", str(random.randrange(2**32))))  # noqa: S311
     given = parser.parse_args(arguments)
     chosen = [fault for fault in faults if not given.names or fault.name.startswith(tuple(given.names))]
-    edits = drawn(root, random.Random(given.seed), given.drawn)  # noqa: S311  no secret
+    count = (0 if given.names else 8) if given.drawn is None else given.drawn
+    edits = drawn(root, random.Random(given.seed), count)  # noqa: S311  no secret
     missed: list[Fault] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         tree = Tree(root, Path(folder))
-        status, said = tree.test(sorted({test for fault in (*chosen, *edits) for test in fault.tests}))
-        if status != 0:
-            raise SystemExit(f"{said}\ntests named for the faults fail without any fault")
+        for some, options in ((chosen, ()), (edits, _SAMPLE)):
+            tests = sorted({test for fault in some for test in fault.tests})
+            status, said = tree.test(tests, *options) if tests else (0, "")
+            if status != 0:
+                raise SystemExit(f"{said}\ntests named for the faults fail without any fault")
         for fault in (*chosen, *edits):
             verdict = tree.verdict(fault)
             print(f"{verdict or 'caught':15} {fault.name}", flush=True)  # noqa: T201
