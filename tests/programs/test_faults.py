@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 
-import pytest
 from faults import FAULTS, Fault, drawn, main
 from paths import ROOT
 from support import SEED
@@ -14,15 +13,15 @@ RIGHT = "def double(x):\n    return 2 * x\n"
 TEST = "from package import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
 
 
-@pytest.mark.parametrize(("new", "status"), [("x", 1), ("x + x", 0)])
-def test_a_fault_that_changes_nothing_is_not_caught(tmp_path, capsys, new, status):
+def test_a_fault_that_changes_nothing_is_not_caught(tmp_path, capsys):
     for name, text in (("package.py", RIGHT), ("test_package.py", TEST), (".typing/empty", "")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    fault = Fault("one", "package.py", "2 * x", new, ["test_package.py"])
-    assert main(["--drawn", "0"], root=tmp_path, faults=[fault]) == 1 - status
-    assert f"{status} of 1 planted faults are caught" in capsys.readouterr().out
+    faults = [Fault(new, "package.py", "2 * x", new, ["test_package.py"]) for new in ("x", "x + x")]
+    assert main(["--drawn", "0"], root=tmp_path, faults=faults) == 1
+    said = capsys.readouterr().out
+    assert "caught          x\nits tests pass  x + x\n1 of 2 planted faults are caught" in said
 
 
 def test_every_fault_fits_its_file_and_edits_are_drawn():

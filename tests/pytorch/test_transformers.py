@@ -17,7 +17,7 @@ import transformers
 from compressed_tensors import compressors
 from compressed_tensors import quantization as ct
 from safetensors.torch import load_file, save_file
-from support import fresh
+from support import fresh, sampled
 from tensors import calibrated
 from torch import nn
 from transformers.quantizers import auto
@@ -600,7 +600,7 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("way", ["floats", "int8", "int4", "fused"])
+@pytest.mark.parametrize("way", sampled(["floats", "int8", "int4", "fused"]))
 def test_a_loaded_model_is_copied_saved_by_torch_and_sent_to_a_process(way, quantized, tmp_path):
     ids = drawn_ids(fresh(way))
     given = {} if way == "int8" else {"quantization_config": SkudaConfig(weights="int4" if way == "int4" else "int8")}
