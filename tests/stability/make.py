@@ -1,6 +1,6 @@
 """What a version promises to keep: names as trees of JSON, and files that later versions must read.
 
-``python tests/stability/make.py`` fills the folder of the installed version; it needs torch, transformers and NVRTC.
+``python tests/stability/make.py 0.2`` makes the folder of a version, once; it needs torch, transformers and NVRTC.
 Each function of `KINDS` returns a tree. It reads the files of a folder with the code of today; `promised.json` has what
 the code of then gave. `lost` compares them: more is allowed, less and other is not.
 """
@@ -18,7 +18,6 @@ import io
 import json
 import pickle
 import re
-import shutil
 import sys
 import tempfile
 import textwrap
@@ -45,6 +44,7 @@ FACADES = (
 BLOCK = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"`(skuda(?:\.\w+)+)(?:\(.*?\))?`")
 MEMBERS = re.compile(r"^::: (skuda[\w.]+)\n +options:\n +members: \[(.*?)\]", re.MULTILINE)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = ("docs/examples", "tests/example_kernel", "tests/example_backend")
 
 
@@ -72,20 +72,25 @@ def imports(_, saved):
     return {name: {} for name in saved if resolves(name)}
 
 
-def documented():
-    """Return the names that pages and examples import, and those of the facades."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    texts = {page: page.read_text(encoding="utf-8") for page in pages}
-    programs = [textwrap.dedent(block) for text in texts.values() for _, block in BLOCK.findall(text)]
-    for folder in EXAMPLES:
-        programs += [path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")]
-    found = {f"skuda.{name}" for name in FACADES}
+def imported():
+    """Yield module and name of everything of ours that programs on pages and examples import."""
+    programs = [path.read_text(encoding="utf-8") for folder in EXAMPLES for path in (ROOT / folder).rglob("*.py")]
+    for page in PAGES:
+        blocks = [textwrap.dedent(block) for _, block in BLOCK.findall(page.read_text(encoding="utf-8"))]
+        # A new op becomes a part of skuda.
+        programs += [block for block in blocks if page.name != "CONTRIBUTING.md" or "(Backend)" in block]
     for node in (node for program in programs for node in ast.walk(ast.parse(program))):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("skuda."):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from ((node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if f"{alias.name}.".startswith("skuda.")}
-    for page, text in texts.items():
+            yield from ((alias.name, "") for alias in node.names if f"{alias.name}.".startswith("skuda."))
+
+
+def documented():
+    """Return the names that pages and examples import, and those of the facades."""
+    found = {f"skuda.{name}" for name in FACADES} | {".".join(filter(None, names)) for names in imported()}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
         found |= {name for name in NAME.findall(text) if page.name != "CONTRIBUTING.md"}
         found |= {f"{module}.{name}" for module, names in MEMBERS.findall(text) for name in names.split(", ")}
     for name in FACADES:
@@ -369,7 +374,6 @@ def write(folder):
     from skuda.tools.cli import main
     from skuda.tools.smoothquant import SmoothQuantLayer
 
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     torch.manual_seed(0)
     problems, lock = folder / "problems.json", folder / "selection.lock.json"
@@ -509,4 +513,4 @@ def some_torch_records():
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     warnings.simplefilter("ignore")
-    write(HERE / ".".join(distribution("skuda").version.split(".")[:2]))
+    write(HERE / sys.argv[1])

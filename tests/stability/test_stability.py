@@ -6,7 +6,7 @@ import copy
 import json
 
 import pytest
-from make import HERE, KINDS, OF_TORCH, lost
+from make import FACADES, HERE, KINDS, OF_TORCH, imported, lost
 
 from skuda.tools.commands import REMOVED
 
@@ -77,3 +77,11 @@ def test_a_name_that_is_taken_away_is_missed(monkeypatch, kind, name):
     monkeypatch.delattr(name)
     (line,) = broken(saved, today(FOLDERS[0], kind, saved), kind)
     assert name.rpartition(".")[2] in line
+
+
+def test_pages_and_examples_import_from_facades_and_no_deeper():
+    modules = {module for module, _ in imported()}
+    assert {"skuda.registry", "skuda.dispatch", "skuda.torch"} <= modules
+    facades = {"skuda", *(f"skuda.{name}" for name in FACADES)}
+    deeper = {name for name in modules - facades if not name.startswith("skuda.torch.")}
+    assert not deeper, "export what they need from skuda.registry or skuda.dispatch"
