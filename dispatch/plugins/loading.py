@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.plugins.asking import KERNELS, error_text
-from skuda.dispatch.plugins.seal import Seal
 from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.dispatch.settings import plugin_enabled
 from skuda.dispatch.system.interrupts import held_back
@@ -157,7 +156,7 @@ def load_backends(
     points, broken = _enabled(BACKENDS)
     brought, aside = [], list(broken)
     for point, named in points:
-        taken, plugin = _taken(named, Seal(registry), partial(_with_backend, point, named, registry))
+        taken, plugin = _taken(named, partial(_with_backend, point, named, registry))
         if taken is None:
             aside.append(plugin)
         else:
@@ -176,14 +175,10 @@ def load_kernels(registry: Registry) -> tuple[Registry, tuple[Plugin, ...]]:
     plugins : tuple of Plugin
         All plug-ins. Those that were set aside have a reason.
     """
-    from skuda.kernels.catalog import built_in_registry
-
     points, broken = _enabled(KERNELS)
     plugins = list(broken)
     for point, named in points:
-        # `registry` may be a later snapshot; other dispatchers begin with the first one.
-        seal = Seal(registry, built_in_registry())
-        taken, plugin = _taken(named, seal, partial(_with_kernels, point, named, registry))
+        taken, plugin = _taken(named, partial(_with_kernels, point, named, registry))
         registry = taken or registry
         plugins.append(plugin)
     return registry, tuple(plugins)
@@ -203,7 +198,7 @@ def _with_kernels(point: EntryPoint, plugin: Plugin, registry: Registry) -> Regi
     return registry.register(*(_valid(record) for record in records), origin=plugin.origin)
 
 
-def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken | None, Plugin]:
+def _taken(plugin: Plugin, take: Callable[[], Taken]) -> tuple[Taken | None, Plugin]:
     """Return the result of loading a plug-in, or None if it is set aside, and its record."""
     start, reason = time.perf_counter(), ""
     taken = None
@@ -212,16 +207,11 @@ def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken
             with _watched(plugin):
                 taken = take()
         except KeyboardInterrupt:
-            seal.mend()  # what the plug-in changed so far; the records belong to the process, which may go on
             raise
         except BaseException as error:  # noqa: BLE001  whatever a plug-in does must not break the rest
             reason = error_text(error)
     seconds = time.perf_counter() - start
-    changed = seal.mend()
-    if changed:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        reason = f"it changed {changed[0]}{more}, which is not its own (put back)" + (f"; {reason}" if reason else "")
-    return None if reason else taken, plugin.model_copy(update={"seconds": seconds, "reason": reason})
+    return taken, plugin.model_copy(update={"seconds": seconds, "reason": reason})
 
 
 @contextmanager

@@ -261,18 +261,9 @@ FAULTS = listed(
             "bundle-of-other-keys": ("read.cubins !=", "read.cubins <", BUNDLE),
         },
         "dispatch/plugins/loading.py": {
-            "plugin-half-of-it-stays": ("None if reason else taken", "taken", PLUGINS),
-            "plugin-ctrl-c-keeps-its-changes": ("seal.mend()  # what the plug-in changed so far", "pass  #", PLUGINS),
             "plugin-is-validated-by-its-maker": (
                 "kind.model_validate(record.model_dump(warnings=False)) != record",
                 "not isinstance(record, kind)",
-                PLUGINS,
-            ),
-        },
-        "dispatch/plugins/seal.py": {
-            "plugin-changes-are-not-undone": (
-                "            fields.clear()\n            fields.update(before)\n",
-                "",
                 PLUGINS,
             ),
         },
