@@ -36,21 +36,11 @@ def _descriptor(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """What makes a plan able to run.
-
-    Attributes
-    ----------
-    runner : Runner
-        The prepared kernel.
-    launches : Launches
-        The cache of launches.
-    following, failed : callable
-        As in `Plan.prepared`.
-    """
+    """What makes a plan able to run."""
 
     runner: Runner
     launches: Launches
-    following: Callable[[], Plan | None]
+    following: Callable[[], Plan | None]  # as in `Plan.prepared`
     failed: Callable[[BaseException], None] | None
 
 

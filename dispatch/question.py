@@ -26,10 +26,7 @@ def checked(
 ) -> tuple[Descriptor, PlanPreference, Device]:
     """Return the arguments of a selection with their defaults.
 
-    Raises
-    ------
-    InvalidProblem
-        For an argument of the wrong type, or an unknown device.
+    Raise `InvalidProblem` for an argument of the wrong type, or an unknown device.
     """
     if isinstance(problem, type) and issubclass(problem, Descriptor):
         refuse("problem", problem, f"be one of its problems: {problem.__name__}(...)")

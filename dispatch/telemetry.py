@@ -195,21 +195,12 @@ def _outcome(selection: Selection) -> str:
 
 
 class Loaded(NamedTuple):
-    """A kernel that was loaded.
-
-    Attributes
-    ----------
-    sku : str
-        Its id.
-    built : bool
-        Whether it was compiled here. Otherwise it came from a bundle or the cache.
-    seconds : float
-        The time until it was loaded.
-    """
+    """A kernel that was loaded."""
 
     sku: str
     built: bool
-    seconds: float
+    """Whether it was compiled here. Otherwise it came from a bundle or the cache."""
+    seconds: float  # the time until it was loaded
 
 
 class Kernels:
@@ -288,10 +279,7 @@ _to_standard_error.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 def logger_of(topic: str) -> logging.Logger | None:
     """Return the logger of a topic (``dispatch`` or ``compile``) if ``SKUDA_LOG`` names the topic, else None.
 
-    Raises
-    ------
-    InvalidRecord
-        If ``SKUDA_LOG`` names an unknown topic.
+    Raise `InvalidRecord` if ``SKUDA_LOG`` names an unknown topic.
     """
     if topic not in logged_topics():
         return None
@@ -303,13 +291,7 @@ def logger_of(topic: str) -> logging.Logger | None:
 
 
 class Ranges:
-    """Opens and closes ranges of the domain ``skuda``.
-
-    Raises
-    ------
-    MissingDependency
-        If the package ``nvtx`` is absent.
-    """
+    """Opens and closes ranges of the domain ``skuda``. Raise `MissingDependency` if the package ``nvtx`` is absent."""
 
     def __init__(self) -> None:
         try:

@@ -46,21 +46,12 @@ _BY_THIS = "make it again with the `skuda bundle` of this version"
 
 
 class Manifest(Value):
-    """The description of a bundle's content.
+    """The description of a bundle's content."""
 
-    Attributes
-    ----------
-    skuda : str
-        The version that made it.
-    cubins : int
-        Schema version of the cubins' keys, the same as that of the cubin cache.
-    members : tuple of Member
-        The cubins, in the order in which they are stored.
-    """
-
-    skuda: Text
-    cubins: Integer
+    skuda: Text  # the version that made it
+    cubins: Integer  # schema version of the cubins' keys, the same as that of the cubin cache
     members: Annotated[tuple[Member, ...], Field(max_length=MOST_CUBINS)]
+    """The cubins, in the order in which they are stored."""
 
 
 class Bundle:
@@ -101,10 +92,7 @@ class Bundle:
     def read(self, member: Member) -> bytes:
         """Return the bytes of a cubin.
 
-        Raises
-        ------
-        BundleError
-            If the file can no longer be read, or the cubin's checksum is wrong.
+        Raise `BundleError` if the file can no longer be read, or the cubin's checksum is wrong.
         """
         try:
             with open_regular(self.path) as file:
@@ -119,10 +107,7 @@ class Bundle:
     def load(self, member: Member) -> tuple[bytes, dict[str, Kernel]]:
         """Return the bytes of a cubin, and the properties of its kernels.
 
-        Raises
-        ------
-        BundleError
-            As `read`, and if the bytes are not a cubin.
+        Raise `BundleError` as `read`, and if the bytes are not a cubin.
         """
         cubin = self.read(member)
         try:
@@ -161,15 +146,13 @@ class Bundle:
 def open_bundle(name: str) -> Bundle:
     """Open a bundle and check everything but its cubins, which are checked when they are read.
 
+    Raise `BundleError` if the file is not a bundle, is damaged, does not have the required hash, or can be written by
+    other users.
+
     Parameters
     ----------
     name : str
         Its path, optionally followed by ``#sha256=`` and the required hash of the file.
-
-    Raises
-    ------
-    BundleError
-        If the file is not a bundle, is damaged, does not have the required hash, or can be written by other users.
     """
     text, pinned, pin = name.partition(_PIN)
     path = Path(text).absolute()
@@ -240,6 +223,8 @@ def _refuse_another(path: Path, file: BinaryIO, head: bytes, pin: str) -> None:
 def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]]) -> Path:
     """Write a bundle atomically and return its path; the same cubins give the same bytes.
 
+    Raise `BundleError` if the file cannot be written, exists and is not a bundle, or would exceed the limits.
+
     Parameters
     ----------
     path : Path
@@ -248,11 +233,6 @@ def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]])
         The version that makes it.
     cubins : iterable of (Member, bytes)
         The members and their bytes; each pair of key and compiler at most once.
-
-    Raises
-    ------
-    BundleError
-        If the file cannot be written, exists and is not a bundle, or would exceed the limits.
     """
     refuse_to_replace(path)
     try:

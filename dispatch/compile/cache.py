@@ -56,27 +56,13 @@ class Found(NamedTuple):
 
 
 class CacheEntry(NamedTuple):
-    """One entry of the cache, or something else in its place.
+    """One entry of the cache, or something else in its place."""
 
-    Attributes
-    ----------
-    path : Path
-        Path of the file.
-    facts : Member or None
-        The facts stored with the cubin; None if it would not be used.
-    trouble : str
-        Why it would not be used; empty if it would be.
-    size : int
-        Size on disk in bytes.
-    written : float
-        Time of the last change, in seconds since the epoch.
-    """
-
-    path: Path
-    facts: Member | None
-    trouble: str
-    size: int
-    written: float
+    path: Path  # path of the file
+    facts: Member | None  # the facts stored with the cubin; None if it would not be used
+    trouble: str  # why it would not be used; empty if it would be
+    size: int  # size on disk in bytes
+    written: float  # time of the last change, in seconds since the epoch
 
 
 class CubinCache:
@@ -151,10 +137,7 @@ class CubinCache:
     def survey(self) -> list[CacheEntry]:
         """Return every entry, checked as `get` checks it; entries that vanish meanwhile are left out.
 
-        Raises
-        ------
-        OSError
-            If the folder is absent or cannot be read.
+        Raise `OSError` if the folder is absent or cannot be read.
         """
         return list(self._entries())
 

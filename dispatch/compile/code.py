@@ -45,6 +45,8 @@ def c_tokens(text: str) -> str:
 def code_hash(module: str, name: str = "", within: Names = (), without: Names = VOCABULARY) -> str:
     """Return the hash of a definition and of every definition that it reaches.
 
+    Raise `LookupError` if a module that is followed does not exist.
+
     Parameters
     ----------
     module : str
@@ -56,11 +58,6 @@ def code_hash(module: str, name: str = "", within: Names = (), without: Names = 
         kernels. For any other definition only the name counts.
     without : tuple of str
         Exceptions from `within`, which are not followed.
-
-    Raises
-    ------
-    LookupError
-        If a module that is followed does not exist.
     """
     key = module_file(module), module, name, within, without
     stamps, digest = _KNOWN.get(key, ({}, ""))

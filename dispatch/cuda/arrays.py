@@ -235,10 +235,7 @@ class Standard(Framework):
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
         """Return a new array of torch or CuPy, whichever the program has imported.
 
-        Raises
-        ------
-        Refused
-            If it has imported neither.
+        Raise `Refused` if it has imported neither.
         """
         return _helper().empty(shape, element, ordinal, stream)
 

@@ -207,21 +207,12 @@ def _of_torch(size: int, ordinal: int, stream: int) -> Any:
 
 
 class ScratchBuffers(NamedTuple):
-    """The scratch buffers of one run.
+    """The scratch buffers of one run."""
 
-    Attributes
-    ----------
-    lock : context manager
-        To be entered while the steps are enqueued.
-    addresses : tuple of int
-        Address of each buffer.
-    held : object
-        To be held until the steps are enqueued, and no longer: torch gives its memory to later work of the stream.
-    """
-
-    lock: AbstractContextManager[Any]
-    addresses: tuple[int, ...]
+    lock: AbstractContextManager[Any]  # to be entered while the steps are enqueued
+    addresses: tuple[int, ...]  # address of each buffer
     held: object = None
+    """To be held until the steps are enqueued, and no longer: torch gives its memory to later work of the stream."""
 
 
 _UNSHARED = nullcontext()

@@ -41,24 +41,13 @@ def _named(device: Device) -> Device:
 
 
 class Environment(Value):
-    """The conditions of a measurement.
+    """The conditions of a measurement."""
 
-    Attributes
-    ----------
-    device : Device
-        Properties of the device, without its ordinal.
-    driver : str
-        Version of a GPU's driver; for a CPU its model and the number of processors.
-    versions : dict
-        Versions, by name, of what compiled and launched the kernels. They are shown, not compared.
-    skuda : str
-        Version of skuda.
-    """
-
-    device: Annotated[Device, AfterValidator(_named)]
-    driver: Line = ""
+    device: Annotated[Device, AfterValidator(_named)]  # properties of the device, without its ordinal
+    driver: Line = ""  # version of a GPU's driver; for a CPU its model and the number of processors
     versions: dict[Line, Line] = Field(default_factory=dict, max_length=100)
-    skuda: Line
+    """Versions, by name, of what compiled and launched the kernels. They are shown, not compared."""
+    skuda: Line  # version of skuda
 
     def __hash__(self) -> int:
         return hash((self.device, self.driver, self.skuda))

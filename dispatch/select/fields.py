@@ -168,15 +168,12 @@ class Fields:
     def sketch(self, given: Mapping[str, Any]) -> Descriptor:
         """Return the problem of a call without validation, to read its arguments only. Sizes may be symbolic.
 
+        Raise `InvalidProblem` if an omitted field follows from no argument.
+
         Parameters
         ----------
         given : mapping of str to object
             Arguments and fields by name. None means omitted. Only the shape and dtype of arrays are read.
-
-        Raises
-        ------
-        InvalidProblem
-            If an omitted field follows from no argument.
         """
         return self._descriptor.model_construct(None, **self._found(*self._parts(given)))
 

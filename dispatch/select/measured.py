@@ -21,24 +21,14 @@ from skuda.registry.sku import KernelSku
 
 @dataclass(frozen=True)
 class Tuned:
-    """Measured times, and functions that describe this machine.
-
-    Attributes
-    ----------
-    tuning : Tuning
-        The times.
-    origin : str
-        The source of the times, for messages.
-    driver : callable
-        Returns the driver of a device; None if the device is not here.
-    choices : callable
-        Returns the names of a kernel's configurations for a problem on a device, best first; empty if it has only one.
-    """
+    """Measured times, and functions that describe this machine."""
 
     tuning: Tuning
-    origin: str
-    driver: Callable[[Device], str | None]
+    origin: str  # the source of the times, for messages
+    driver: Callable[[Device], str | None]  # returns the driver of a device; None if the device is not here
     choices: Callable[[KernelSku, Descriptor, Device], tuple[str, ...]]
+    """Returns the names of a kernel's configurations for a problem on a device, best first; empty if it has only
+    one."""
 
     def weigh(
         self,
@@ -110,42 +100,21 @@ class Tuned:
 
 
 class _Offered(NamedTuple):
-    """A kernel that can be chosen here.
+    """A kernel that can be chosen here."""
 
-    Attributes
-    ----------
-    choices : tuple of str
-        Names of its configurations, best first; a single empty name if it has only one.
-    source_hash : str
-        Its current hash; empty if its source cannot be read.
-    short : str or None
-        Where its guarantee is weaker than that of the first of the ranking; None if it is not.
-    """
-
-    choices: tuple[str, ...]
-    source_hash: str
-    short: str | None
+    choices: tuple[str, ...]  # names of its configurations, best first; a single empty name if it has only one
+    source_hash: str  # its current hash; empty if its source cannot be read
+    short: str | None  # where its guarantee is weaker than that of the first of the ranking; None if it is not
 
 
 class _Judged(NamedTuple):
-    """A measured candidate and whether its time counts.
-
-    Attributes
-    ----------
-    candidate : Candidate
-        The candidate.
-    us : float or None
-        Its median time in microseconds.
-    rank : (int, int)
-        Rank of its kernel, and of its configuration within the kernel; valid only if the time counts.
-    against : str
-        Why its time does not count; empty if it does.
-    """
+    """A measured candidate and whether its time counts."""
 
     candidate: Candidate
-    us: float | None
+    us: float | None  # its median time in microseconds
     rank: tuple[int, int]
-    against: str
+    """Rank of its kernel, and of its configuration within the kernel; valid only if the time counts."""
+    against: str  # why its time does not count; empty if it does
 
 
 def _hash(sku: KernelSku) -> str:

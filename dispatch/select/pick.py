@@ -8,18 +8,8 @@ from skuda.registry.sku import KernelSku
 
 
 class Pick(NamedTuple):
-    """A kernel and the configuration to run it in.
-
-    Attributes
-    ----------
-    sku : KernelSku
-        The kernel.
-    choice : str
-        Name of its configuration; empty for the one that its launch rule ranks first.
-    reason : str
-        The measurement that chose it; empty if the ranking did.
-    """
+    """A kernel and the configuration to run it in."""
 
     sku: KernelSku
-    choice: str = ""
-    reason: str = ""
+    choice: str = ""  # name of its configuration; empty for the one that its launch rule ranks first
+    reason: str = ""  # the measurement that chose it; empty if the ranking did

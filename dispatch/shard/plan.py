@@ -182,10 +182,7 @@ def _least(main: PrecisionGuarantee, promises: list[PrecisionGuarantee]) -> Shar
 def compare(group: Group, properties: Mapping[str, Any]) -> None:
     """Check that all ranks have the same properties.
 
-    Raises
-    ------
-    GroupMismatch
-        If they differ, on every rank. The error names the first difference, and the ranks.
+    Raise `GroupMismatch` if they differ, on every rank. The error names the first difference, and the ranks.
     """
     texts = group.exchange(json.dumps(properties, sort_keys=True, default=str))
     if not differing(texts):

@@ -27,11 +27,8 @@ MAIN = ("layer", "sums")
 def check(problem: Descriptor, shards: Shards) -> LinearProblem:
     """Return the problem if it can be split this way.
 
-    Raises
-    ------
-    InvalidProblem
-        For an op that is not a linear layer, sizes that do not add up, sums that could leave s32, and activations in
-        f64 with a narrower output.
+    Raise `InvalidProblem` for an op that is not a linear layer, sizes that do not add up, sums that could leave s32,
+    and activations in f64 with a narrower output.
     """
     if not isinstance(problem, LinearProblem):
         raise InvalidProblem(

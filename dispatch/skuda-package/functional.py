@@ -130,19 +130,15 @@ def _refuse_keywords(name: str, given: Mapping[str, Any], signature: Signature) 
 def call(op: str, given: Mapping[str, Any]) -> Any:
     """Derive the descriptor of a call from its arguments, and run it.
 
+    Raise `InvalidProblem` for an unknown op, a bad argument, and a missing field that follows from no argument;
+    `Unsupported` if no kernel can serve the problem.
+
     Parameters
     ----------
     op : str
         Name of the op.
     given : mapping of str to object
         The op's arguments, the descriptor's fields, and `dispatcher`, `preference` and `stream`. None means left out.
-
-    Raises
-    ------
-    InvalidProblem
-        For an unknown op, a bad argument, and a missing field that follows from no argument.
-    Unsupported
-        If no kernel can serve the problem.
     """
     given = dict(given)
     dispatcher = given.pop("dispatcher", None)
