@@ -49,12 +49,8 @@ class Launches:
     """The launches of the latest calls, by key. Whoever runs a kernel asks here first.
 
     A key is what its user finds out fastest about a call. `Dispatcher.run` asks by problem and preference, `Plan.run`
-    by its plan, and an op of torch by shapes, dtypes and fields. The launch checks the rest.
-
-    Attributes
-    ----------
-    of : dict
-        The launches by key, newest first. Read it with ``of.get(key, ())``. It is always the same dictionary.
+    by its plan, and an op of torch by shapes, dtypes and fields. The launch checks the rest. `of` has the launches by
+    key, newest first. Read it with ``of.get(key, ())``. It is always the same dictionary.
     """
 
     def __init__(self) -> None:

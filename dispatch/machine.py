@@ -29,22 +29,8 @@ class Machine:
     """The kernels of a registry, the backends that run them here, and what was set aside.
 
     Backends of plug-ins are asked with care: whatever they raise sets the plug-in aside, and other kernels serve.
-
-    Parameters
-    ----------
-    registry : Registry
-        The ops and kernels.
-    backends : iterable of Backend
-        The backends.
-    plugins : iterable of Plugin
-        The plug-ins that were found, loaded or not.
-    brought : mapping of str to Plugin
-        The plug-in of each backend that comes from one, by the backend's name.
-
-    Attributes
-    ----------
-    changed : callable
-        Called with the ids of kernels that cannot be used any more.
+    `plugins` were found, loaded or not. `brought` has the plug-in of each backend that comes from one, by the backend's
+    name. `changed` is called with the ids of kernels that cannot be used any more.
     """
 
     def __init__(

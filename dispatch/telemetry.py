@@ -206,12 +206,8 @@ class Loaded(NamedTuple):
 class Kernels:
     """Counts the kernels that this process loads onto GPUs.
 
-    Attributes
-    ----------
-    compiled, found : int
-        Kernels that were compiled here, and that came from a bundle or the cache.
-    late : list of Loaded
-        Those of them that were loaded outside of `expected`, after `watch`: a call had to wait for each.
+    `compiled` kernels were compiled here; `found` came from a bundle or the cache. `late` has those of them that were
+    loaded outside of `expected`, after `watch`: a call had to wait for each.
     """
 
     def __init__(self) -> None:

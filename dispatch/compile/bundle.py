@@ -57,14 +57,7 @@ class Manifest(Value):
 class Bundle:
     """An open bundle. It keeps the manifest, and reads and checks each cubin on demand.
 
-    Attributes
-    ----------
-    path : Path
-        Its absolute path.
-    manifest : Manifest
-        The description of its content.
-    size : int
-        Size of the file in bytes.
+    `path` is absolute. `manifest` describes the content. `size` is that of the file in bytes.
     """
 
     def __init__(self, path: Path, manifest: Manifest, size: int) -> None:
@@ -147,12 +140,7 @@ def open_bundle(name: str) -> Bundle:
     """Open a bundle and check everything but its cubins, which are checked when they are read.
 
     Raise `BundleError` if the file is not a bundle, is damaged, does not have the required hash, or can be written by
-    other users.
-
-    Parameters
-    ----------
-    name : str
-        Its path, optionally followed by ``#sha256=`` and the required hash of the file.
+    other users. `name` is its path, optionally followed by ``#sha256=`` and the required hash of the file.
     """
     text, pinned, pin = name.partition(_PIN)
     path = Path(text).absolute()
@@ -223,16 +211,9 @@ def _refuse_another(path: Path, file: BinaryIO, head: bytes, pin: str) -> None:
 def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]]) -> Path:
     """Write a bundle atomically and return its path; the same cubins give the same bytes.
 
-    Raise `BundleError` if the file cannot be written, exists and is not a bundle, or would exceed the limits.
-
-    Parameters
-    ----------
-    path : Path
-        The file to write; only an existing bundle is replaced.
-    skuda : str
-        The version that makes it.
-    cubins : iterable of (Member, bytes)
-        The members and their bytes; each pair of key and compiler at most once.
+    Raise `BundleError` if the file cannot be written, exists and is not a bundle, or would exceed the limits. Only an
+    existing bundle is replaced. `skuda` is the version that makes it. `cubins` has each pair of key and compiler at
+    most once.
     """
     refuse_to_replace(path)
     try:

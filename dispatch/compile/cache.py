@@ -68,10 +68,7 @@ class CacheEntry(NamedTuple):
 class CubinCache:
     """The cache in one folder. Any number of processes and threads may share it.
 
-    Parameters
-    ----------
-    folder : Path or None
-        The folder; None for the one in the settings.
+    `folder` None means the one in the settings.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -80,16 +77,9 @@ class CubinCache:
     def get(self, key: Key, compiler: str | None, build: Callable[[], bytes], *, sku: str, file: str) -> Found:
         """Return the cubin of a key; build and publish it if it is not cached.
 
-        Parameters
-        ----------
-        key : Key
-            The key.
-        compiler : str or None
-            Identity of the compiler that `build` uses; None if there is none, and entries of any compiler may be used.
-        build : callable
-            Returns the cubin. Called at most once; locks keep other threads and processes from building it too.
-        sku, file : str
-            The kernel and its source, for the record; see `Member`.
+        `compiler` is the identity of the compiler that `build` uses; None if there is none, and entries of any compiler
+        may be used. `build` returns the cubin. It is called at most once; locks keep other threads and processes from
+        building it too. `sku` and `file` are for the record; see `Member`.
         """
         notes: list[str] = []
         cubin = self._read_any(key, compiler, notes)
@@ -153,10 +143,8 @@ class CubinCache:
     def leftovers(self, before: float = float("inf")) -> list[Path]:
         """Return the temporary files of processes that were killed while publishing.
 
-        Parameters
-        ----------
-        before : float
-            Seconds since the epoch. Files written later are left out, because their writers may still need them.
+        Files written later than `before`, in seconds since the epoch, are left out, because their writers may still
+        need them.
         """
         found = []
         for path in sorted(self.folder.glob(f"{_UNFINISHED}*")):
@@ -228,16 +216,8 @@ def outdated(
 ) -> list[CacheEntry]:
     """Return the entries to remove, oldest first: all that are too old, then the oldest until the rest fits.
 
-    Parameters
-    ----------
-    entries : iterable of CacheEntry
-        All entries.
-    now : float
-        Current time in seconds since the epoch.
-    max_size : int or None
-        Total size in bytes that may remain; None for no limit.
-    max_age : float or None
-        Greatest age in seconds; None for no limit.
+    `now` is the current time in seconds since the epoch, `max_size` the total size in bytes that may remain, `max_age`
+    the greatest age in seconds. None means no limit.
     """
     oldest_first = sorted(entries, key=lambda entry: (entry.written, entry.path))
     remaining = sum(entry.size for entry in oldest_first)

@@ -53,12 +53,7 @@ class Compiler(Protocol):
 class Nvcc:
     """The compiler of a CUDA toolkit.
 
-    Parameters
-    ----------
-    path : str
-        Path of the program.
-    version : str
-        Its version, for example ``13.0.88``.
+    `path` is that of the program. `version` is for example ``13.0.88``.
     """
 
     def __init__(self, path: str, version: str) -> None:

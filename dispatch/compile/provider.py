@@ -35,12 +35,7 @@ class Sought(NamedTuple):
 class CubinProvider(ABC):
     """Provides the cubins of one backend.
 
-    Parameters
-    ----------
-    cache : CubinCache or None
-        The cubin cache; None for the one in the settings.
-    bundles : tuple of Bundle or None
-        Bundles to search before the cache; None for those in the settings.
+    `bundles` are searched before the cache. None means those in the settings.
     """
 
     spec: BackendSpec  # the backend; two backends never share a cubin

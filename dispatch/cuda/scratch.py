@@ -34,12 +34,8 @@ _TORCH = Torch()
 class Block:
     """Device memory of `size` bytes. It is freed when nobody holds it any more.
 
-    Attributes
-    ----------
-    address, size : int
-        Address and size in bytes. The `zeros` bytes before it are zero whenever no run uses them.
-    lock : Lock
-        Held while the steps of a run are enqueued, so that those of another thread do not interleave on the stream.
+    The `zeros` bytes before `address` are zero whenever no run uses them. `lock` is held while the steps of a run are
+    enqueued, so that those of another thread do not interleave on the stream.
     """
 
     __slots__ = ("__weakref__", "address", "lock", "size")

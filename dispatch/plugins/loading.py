@@ -139,10 +139,7 @@ def load_backends(
 ) -> tuple[Registry, tuple[tuple[Backend, Plugin], ...], tuple[Plugin, ...]]:
     """Construct the backends of installed packages and register their facts.
 
-    Parameters
-    ----------
-    registry : Registry
-        The existing records. A plug-in that claims one of their names is set aside.
+    A plug-in that claims the name of a record of `registry` is set aside.
 
     Returns
     -------

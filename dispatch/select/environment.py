@@ -55,12 +55,7 @@ class Environment(Value):
     def mismatch(self, device: Device, driver: str | None) -> str:
         """Return why times measured here do not apply to a device; an empty string if they apply.
 
-        Parameters
-        ----------
-        device : Device
-            The device.
-        driver : str or None
-            Its driver, as in `Environment.driver`; None if unknown, for example for a device that is not here.
+        `driver` is its `Environment.driver`; None if unknown, for example for a device that is not here.
         """
         mine = self.device
         if (mine.processor, mine.name, mine.compute_capability) != (
@@ -113,10 +108,7 @@ def _processor() -> str:
 def versions(more: Iterable[str] = ()) -> dict[str, str]:
     """Return the versions of what compiles, launches and checks kernels, as far as it is installed.
 
-    Parameters
-    ----------
-    more : iterable of str
-        Further distributions to look for.
+    `more` are further distributions to look for.
     """
     found = {"python": platform.python_version()}
     found |= {name: version for name in (*_PACKAGES, *more) if (version := _version(name))}

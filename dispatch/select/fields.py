@@ -33,17 +33,8 @@ class _ArrayType(NamedTuple):
 class Fields:
     """Derives the descriptors of one op from the arguments of calls.
 
-    Parameters
-    ----------
-    op : Op
-        The op. If its descriptor declares no signature, every field must be given.
-
-    Attributes
-    ----------
-    arguments : dict of str to ArgumentSpec
-        Every argument that a problem of the op may have. Of several declarations of a name, the first.
-    always : frozenset of str
-        The arguments that every problem of the op has.
+    If the descriptor declares no signature, every field must be given. `arguments` has every argument that a problem of
+    the op may have; of several declarations of a name, the first. `always` has those that every problem of the op has.
     """
 
     def __init__(self, op: Op) -> None:
@@ -106,12 +97,7 @@ class Fields:
     def led(self, field: str, given: Mapping[str, Any]) -> dict[str, int]:
         """Return the arguments, outputs included, whose first axis has the length of a field.
 
-        Parameters
-        ----------
-        field : str
-            A size.
-        given : mapping of str to object
-            As in `sketch`.
+        `given` is as in `sketch`.
 
         Returns
         -------
@@ -168,12 +154,8 @@ class Fields:
     def sketch(self, given: Mapping[str, Any]) -> Descriptor:
         """Return the problem of a call without validation, to read its arguments only. Sizes may be symbolic.
 
-        Raise `InvalidProblem` if an omitted field follows from no argument.
-
-        Parameters
-        ----------
-        given : mapping of str to object
-            Arguments and fields by name. None means omitted. Only the shape and dtype of arrays are read.
+        Raise `InvalidProblem` if an omitted field follows from no argument. `given` has arguments and fields by name;
+        None means omitted. Only the shape and dtype of arrays are read.
         """
         return self._descriptor.model_construct(None, **self._found(*self._parts(given)))
 

@@ -42,18 +42,8 @@ class Tuned:
         A kernel's times count only if the kernel is accepted, has not changed since the measurement, and promises no
         less than the first of the ranking. Only a kernel that is faster by more than the margin replaces the first.
         Among the kernels within the margin of the fastest, the highest in the ranking wins, in its fastest
-        configuration.
-
-        Parameters
-        ----------
-        problem : Descriptor
-            The problem.
-        device : Device
-            The device to run on.
-        accepted : sequence of KernelSku
-            The accepted kernels, best first; at least one.
-        against : callable
-            Returns the reasons against a kernel that is not accepted, by its id.
+        configuration. `accepted` has at least one kernel, best first. `against` returns the reasons against a kernel
+        that is not accepted, by its id.
 
         Returns
         -------
@@ -157,16 +147,7 @@ def _decide(
 ) -> tuple[Candidate | None, str]:
     """Return the candidate that replaces the first of the ranking, or None, and the reason.
 
-    Parameters
-    ----------
-    found : sequence of _Judged
-        The measured candidates.
-    standing : str
-        Id of the first of the ranking.
-    offered : dict
-        The kernels that can be chosen.
-    margin : float
-        Least gain, in per cent.
+    `standing` is the id of the first of the ranking. `offered` can be chosen. `margin` is the least gain, in per cent.
     """
     stands = (standing, offered[standing].choices[0])
     first = next((one for one in found if (one.candidate.sku, one.candidate.choice) == stands), None)
