@@ -14,7 +14,7 @@ from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins.asking import Misbehaved
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select import match
-from skuda.dispatch.select.pick import Pick
+from skuda.dispatch.select.match import Pick
 from skuda.dispatch.system.locks import Locks, lock
 from skuda.dispatch.telemetry import Observer, Ranges, Selection, Watch
 from skuda.registry.descriptor import Descriptor

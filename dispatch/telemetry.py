@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from skuda.dispatch.plan import Plan
     from skuda.dispatch.preference import PlanPreference
     from skuda.dispatch.select.explanation import Decision, Explanation
-    from skuda.dispatch.select.pick import Pick
+    from skuda.dispatch.select.match import Pick
     from skuda.registry.descriptor import Descriptor
     from skuda.registry.device import Device
     from skuda.registry.sku import KernelSku

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.select.explanation import Measured, Verdict
-from skuda.dispatch.select.pick import Pick
+from skuda.dispatch.select.match import Pick
 from skuda.dispatch.select.tuning import Candidate, Tuning, TuningEntry
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device

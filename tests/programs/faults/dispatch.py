@@ -313,7 +313,7 @@ FAULTS = listed(
                 ["tests/dispatch/system/test_programs.py"],
             ),
         },
-        "dispatch/shard/problems.py": {
+        "dispatch/shard/explanation.py": {
             "shard-sums-may-leave-s32": ("k > longest:", "k > 2 * longest:", SHARDS),
         },
         "dispatch/shard/layer.py": {
