@@ -406,20 +406,6 @@ def test_other_threads_keep_standard_output_while_a_plugin_loads(install, capsys
     assert capsys.readouterr() == ("from the program\n", "from the plug-in\n")
 
 
-def test_a_program_without_standard_streams_loads_plugins_that_print(install, tmp_path):
-    install("loud_plugin", LOUD, kernels="records", backends="Loud")
-    code = """
-import sys
-from skuda.dispatch import Dispatcher
-out, error = sys.stdout, sys.stderr
-aside = []
-for sys.stdout, sys.stderr in ((None, error), (out, None), (None, None)):
-    aside += Dispatcher().quarantined
-sys.exit(str(aside) if aside else 0)
-"""
-    child(["-c", code], tmp_path)
-
-
 UGLY = "\x1b]0;owned\x07\x1b[31mred\r\nnext\u2028line\u202egnp\x00\x9b\ud800 the end"
 LONG = "much of it " * 200_000
 
