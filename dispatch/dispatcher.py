@@ -109,10 +109,7 @@ class Dispatcher:
         return self._machine.devices
 
     def select(
-        self,
-        problem: Descriptor,
-        preference: PlanPreference | None = NO_PREFERENCE,
-        device: Device | str | None = None,
+        self, problem: Descriptor, preference: PlanPreference | None = NO_PREFERENCE, device: Device | str | None = None
     ) -> Plan:
         """Choose the best kernel for a problem and prepare it.
 
@@ -243,10 +240,7 @@ class Dispatcher:
         return plan.first_run(key, arrays, None, positions)
 
     def explain(
-        self,
-        problem: Descriptor,
-        preference: PlanPreference | None = NO_PREFERENCE,
-        device: Device | str | None = None,
+        self, problem: Descriptor, preference: PlanPreference | None = NO_PREFERENCE, device: Device | str | None = None
     ) -> Explanation:
         """Return what `select` would choose for the same arguments and why, even if it would fail.
 

@@ -84,11 +84,7 @@ _TEST_SEED = Setting(
     "when `skuda.tools.testing` is imported",
 )
 _VLLM = Setting(
-    "SKUDA_VLLM",
-    "`0` or `1`",
-    "`1`",
-    "Whether skuda serves the int8 layers of vLLM.",
-    "when vLLM loads its plug-ins",
+    "SKUDA_VLLM", "`0` or `1`", "`1`", "Whether skuda serves the int8 layers of vLLM.", "when vLLM loads its plug-ins"
 )
 _VLLM_FUSE = Setting(
     "SKUDA_VLLM_FUSE",

@@ -109,11 +109,7 @@ def reached(
 
 
 def _resolved(
-    chain: str,
-    imports: Mapping[str, str],
-    here: _Module,
-    modules: dict[str, _Module],
-    follows: Callable[[str], bool],
+    chain: str, imports: Mapping[str, str], here: _Module, modules: dict[str, _Module], follows: Callable[[str], bool]
 ) -> Key | str | None:
     """Return the definition that a dotted name refers to; its path if it is not followed, None for a local name."""
     head, _, rest = chain.partition(".")

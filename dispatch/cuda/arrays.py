@@ -257,13 +257,7 @@ class Jax(Standard):
 
 
 _TORCH, _CUPY, _PYCUDA, _JAX, _STANDARD = Torch(), Cupy(), PycudaArray(), Jax(), Standard()
-_BY_MODULE: dict[str, Framework] = {
-    "torch": _TORCH,
-    "cupy": _CUPY,
-    "pycuda": _PYCUDA,
-    "jax": _JAX,
-    "jaxlib": _JAX,
-}
+_BY_MODULE: dict[str, Framework] = {"torch": _TORCH, "cupy": _CUPY, "pycuda": _PYCUDA, "jax": _JAX, "jaxlib": _JAX}
 
 
 def framework_of(kind: type) -> Framework:

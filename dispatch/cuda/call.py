@@ -22,18 +22,7 @@ from skuda.dispatch.cuda.views import Layout, common_view, is_contiguous, matrix
 from skuda.dispatch.host import rules
 from skuda.dispatch.host.floating import IS_NEAREST, require_exact_mode
 from skuda.dispatch.launches import Positions
-from skuda.kernels.launch import (
-    Columns,
-    Constant,
-    Launch,
-    Leading,
-    Number,
-    Parameter,
-    Pointer,
-    Rows,
-    TensorMap,
-    Which,
-)
+from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, TensorMap, Which
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind

@@ -134,9 +134,7 @@ def _enabled(group: str) -> tuple[list[tuple[EntryPoint, Plugin]], tuple[Plugin,
     return kept, tuple(plugin for plugin in broken if plugin_enabled(plugin.package))
 
 
-def load_backends(
-    registry: Registry,
-) -> tuple[Registry, tuple[tuple[Backend, Plugin], ...], tuple[Plugin, ...]]:
+def load_backends(registry: Registry) -> tuple[Registry, tuple[tuple[Backend, Plugin], ...], tuple[Plugin, ...]]:
     """Construct the backends of installed packages and register their facts.
 
     A plug-in that claims the name of a record of `registry` is set aside.

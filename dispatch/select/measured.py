@@ -31,11 +31,7 @@ class Tuned:
     one."""
 
     def weigh(
-        self,
-        problem: Descriptor,
-        device: Device,
-        accepted: Sequence[KernelSku],
-        against: Callable[[str], str],
+        self, problem: Descriptor, device: Device, accepted: Sequence[KernelSku], against: Callable[[str], str]
     ) -> tuple[Pick | None, Verdict]:
         """Compare the times of a problem.
 
