@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from rich.text import Text
@@ -77,7 +77,6 @@ class RowsResult(Value):
 class ParallelRecord(Record):
     """One run of ``skuda bench-parallel``; `graph` says whether replays of CUDA graphs were timed, or calls."""
 
-    measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.studies.parallel_rank:work",)
     kind: Literal["skuda bench-parallel"] = "skuda bench-parallel"
     schema_version: Literal[1] = 1
     orders: MlpJob
