@@ -139,10 +139,7 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
     def make_ready(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> bool | None:
         """Compile or find a kernel, and load it with all of its functions. Errors as `prepare`.
 
-        Returns
-        -------
-        bool or None
-            Whether it was compiled; None if it was loaded already.
+        Return whether it was compiled; None if it was loaded already.
         """
         found, ordinal = driver(), device.ordinal or 0
         launch = self.launch_of(sku, problem, device, choice)

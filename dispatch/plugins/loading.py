@@ -74,15 +74,7 @@ class Plugin(Value):
 
 
 def found(group: str) -> tuple[tuple[tuple[EntryPoint, Plugin], ...], tuple[Plugin, ...]]:
-    """Return the entry points of a group in order, and the packages with unreadable metadata.
-
-    Returns
-    -------
-    points : tuple of (EntryPoint, Plugin)
-        The entry points, not loaded yet, with their records.
-    broken : tuple of Plugin
-        The packages, with the reason.
-    """
+    """Return the entry points of a group in order, not loaded yet, and the packages with unreadable metadata."""
     with held_back():
         try:
             points = list(entry_points(group=group))
@@ -137,16 +129,8 @@ def _enabled(group: str) -> tuple[list[tuple[EntryPoint, Plugin]], tuple[Plugin,
 def load_backends(registry: Registry) -> tuple[Registry, tuple[tuple[Backend, Plugin], ...], tuple[Plugin, ...]]:
     """Construct the backends of installed packages and register their facts.
 
-    A plug-in that claims the name of a record of `registry` is set aside.
-
-    Returns
-    -------
-    registry : Registry
-        A new snapshot.
-    backends : tuple of (Backend, Plugin)
-        Each backend with its plug-in.
-    aside : tuple of Plugin
-        The plug-ins that were set aside.
+    A plug-in that claims the name of a record of `registry` is set aside. Return a new snapshot, each backend with its
+    plug-in, and the plug-ins that were set aside.
     """
     points, broken = _enabled(BACKENDS)
     brought, aside = [], list(broken)
@@ -163,12 +147,7 @@ def load_backends(registry: Registry) -> tuple[Registry, tuple[tuple[Backend, Pl
 def load_kernels(registry: Registry) -> tuple[Registry, tuple[Plugin, ...]]:
     """Register the ops and kernels of installed packages. A package is registered as a whole or not at all.
 
-    Returns
-    -------
-    registry : Registry
-        A new snapshot.
-    plugins : tuple of Plugin
-        All plug-ins. Those that were set aside have a reason.
+    Return a new snapshot, and all plug-ins. Those that were set aside have a reason.
     """
     points, broken = _enabled(KERNELS)
     plugins = list(broken)

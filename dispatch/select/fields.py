@@ -95,14 +95,9 @@ class Fields:
         return self._problem(seen, frozenset(arrays), plain), arrays
 
     def led(self, field: str, given: Mapping[str, Any]) -> dict[str, int]:
-        """Return the arguments, outputs included, whose first axis has the length of a field.
+        """Return the arguments, outputs included, whose first axis has the length of a field, with their further axes.
 
         `given` is as in `sketch`.
-
-        Returns
-        -------
-        dict of str to int
-            Number of axes after the first one, by name.
         """
         _, taken = self._settled(*self._parts(given))
         return {each.name: len(each.shape) - 1 for each in taken if each.shape[:1] == (Axis(field),)}

@@ -33,20 +33,13 @@ class Tuned:
     def weigh(
         self, problem: Descriptor, device: Device, accepted: Sequence[KernelSku], against: Callable[[str], str]
     ) -> tuple[Pick | None, Verdict]:
-        """Compare the times of a problem.
+        """Return the kernel that replaces the first of the ranking, or None if the first stays, and the reason.
 
         A kernel's times count only if the kernel is accepted, has not changed since the measurement, and promises no
         less than the first of the ranking. Only a kernel that is faster by more than the margin replaces the first.
         Among the kernels within the margin of the fastest, the highest in the ranking wins, in its fastest
         configuration. `accepted` has at least one kernel, best first. `against` returns the reasons against a kernel
         that is not accepted, by its id.
-
-        Returns
-        -------
-        pick : Pick or None
-            The kernel that replaces the first of the ranking; None if the first stays.
-        verdict : Verdict
-            The reason.
         """
         entry = self.tuning.entry(problem)
         if entry is None:
