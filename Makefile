@@ -32,8 +32,8 @@ test: $(VENV)/.test  ## the tests, a fresh sample of those that there are for ev
 test-all: $(VENV)/.test  ## every test there is
 	$(PYTEST)
 
-faults: $(VENV)/.test  ## wrong edits, one at a time: a test must notice each of them
-	$(BIN)/python tests/programs/faults
+faults: $(VENV)/.test  ## wrong edits of kernels, planted and drawn, one at a time: a test must notice each planted one
+	$(BIN)/python tests/programs/faults.py
 
 soak: $(VENV)/.test  ## random problems, arguments and faults for SECONDS (600)
 	$(BIN)/python tests/programs/soak.py --seconds $(or $(SECONDS),600)
