@@ -28,13 +28,6 @@ FAULTS = [
         (f"{BAD}::test_an_interrupt_that_c_code_hides_is_one_too",),
     ),
     Fault(
-        "cli-an-interrupt-in-a-destructor-is-lost",
-        "tools/cli.py",
-        "            _thread.start_new_thread(again, ())",
-        "            pass",
-        (f"{BAD}::test_an_interrupt_in_a_destructor_is_one_too",),
-    ),
-    Fault(
         "cli-a-reader-that-has-left-is-a-success",
         "tools/cli.py",
         "    if isinstance(lost, BrokenPipeError):\n        status = _NO",
@@ -47,13 +40,6 @@ FAULTS = [
         "_NO, _BAD_INPUT, _DEFECT, _INTERRUPTED = 1, 2, 70, 130",
         "_NO, _BAD_INPUT, _DEFECT, _INTERRUPTED = 1, 2, 2, 130",
         (f"{CLI}::test_a_defect_is_not_dressed_up_as_bad_input",),
-    ),
-    Fault(
-        "cli-an-option-is-declared-and-not-passed",
-        "tools/commands.py",
-        "{option: value for option, value in given.items() if value is not None}",
-        '{option: value for option, value in given.items() if value is not None and option != "backends"}',
-        (f"{LIST}::test_list_filters",),
     ),
     Fault(
         "cli-no-near-name-is-suggested",
@@ -98,16 +84,9 @@ FAULTS = [
         (f"{BAD}::test_files_are_read_up_to_a_limit",),
     ),
     Fault(
-        "files-of-any-depth-are-read",
-        "tools/files.py",
-        "    if level:\n",
-        "    if False:\n",
-        (f"{BAD}::test_files_are_read_up_to_a_limit",),
-    ),
-    Fault(
         "files-a-place-that-cannot-be-written-is-found-after-the-work",
-        "tools/commands.py",
-        'import_module("skuda.tools.files").check(name, "--output", given["output"])',
+        "tools/verify/command.py",
+        'check("verify", "--output", output)',
         "pass",
         (f"{BAD}::test_a_place_that_cannot_be_written_is_refused_before_the_work",),
     ),
