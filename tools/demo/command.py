@@ -91,15 +91,7 @@ def run(
 
     The arithmetic is the same to the bit on the host and on a GPU; the report says where it ran.
     """
-    return demo(as_json=as_json, device=device)
-
-
-def demo(*, as_json: bool = False, console: Console | None = None, device: str = "auto") -> int:
-    """Run the demo, and print its report or its JSON; return 1 if the accuracy is below the requirement, else 0.
-
-    `device` is where the products run: ``host``, ``gpu``, or ``auto`` for a GPU if one is usable.
-    """
-    console = stdout() if console is None else console
+    console = stdout()
     dispatcher, note = placed(Dispatcher(), device)
     if note:
         tell(f"demo: {note}")
