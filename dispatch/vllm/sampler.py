@@ -154,7 +154,7 @@ class ExactSampler(Sampler):  # type: ignore[misc]
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Return the lowest id among the largest logits of each row, s64; -1 for a row without a distribution, as `draw`."""
+    """Return the lowest id among the largest logits of each row, s64; -1 for a row without a distribution."""
     found: Tensor = torch.ops.skuda.argmax.default(logits)
     return found.masked_fill_(~logits.gather(1, found[:, None])[:, 0].isfinite(), -1)
 
@@ -234,8 +234,8 @@ class Undefined:
         if self.rows >= max(2 * self._told, 1):
             self._told = self.rows
             logger.warning(
-                "skuda: %d rows of logits so far had a NaN or an infinity, and no distribution. Their token is id 0, and "
-                "its log-probability is NaN. VLLM_COMPUTE_NANS_IN_LOGITS=1 counts such requests.",
+                "skuda: %d rows of logits so far had a NaN or an infinity, and no distribution. Their token is id 0, "
+                "and its log-probability is NaN. VLLM_COMPUTE_NANS_IN_LOGITS=1 counts such requests.",
                 self.rows,
             )
 

@@ -50,6 +50,7 @@ from skuda.tools.options import (
 from skuda.tools.output import Report, chosen, refuse, split
 from skuda.tools.study.run import Findings, NoDevice, Study
 from skuda.tools.verify.fingerprint import source_hash
+from skuda.tools.verify.stamps import stamp
 from skuda.tools.words.cases import BenchCase, random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.words.shapes import read_rows, read_shapes
 
@@ -172,7 +173,8 @@ class KernelBench(Measurement):
         if isinstance(backend, CudaBackend):
             launch = backend.launch_of(sku, plan.problem, self.device, plan.choice)
             steps = tuple(f"{s.entry} grid {_size(s.grid)} block {_size(s.block)}" for s in launch.steps)
-        return {"sku": sku.id, "steps": steps, "source_hash": source_hash(sku)}
+        made = stamp(sku, (plan.problem,), self.device, backend, plan.choice)
+        return {"sku": sku.id, "steps": steps, "source_hash": source_hash(sku), **made._asdict()}
 
     def _timed(self, plan: Plan) -> dict[str, Any]:
         """Return the times of a plan and its rivals; raise `WrongResult` if the plan's result is wrong."""

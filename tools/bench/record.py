@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
@@ -17,6 +17,7 @@ from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.study.record import Record
+from skuda.tools.verify.evidence import Digest
 from skuda.tools.verify.fingerprint import source_hash
 
 OURS = "skuda"
@@ -70,6 +71,8 @@ class CaseResult(Value):
         Id of the kernel that the dispatcher chose, empty if there is none; entry, grid and block of its launches.
     source_hash : str
         See `skuda.tools.verify.fingerprint.source_hash`; if the kernel's hash differs today, the result is stale.
+    machine_code, launches : str
+        See `skuda.tools.verify.stamps`; they show whether a kernel with other sources is still the same.
     bytes, operations : int
         See `least_work`.
     timing : Timing or None
@@ -91,7 +94,9 @@ class CaseResult(Value):
     drawn: bool = False
     sku: str = ""
     steps: tuple[str, ...] = ()
-    source_hash: str = ""
+    source_hash: Digest = ""
+    machine_code: Digest = ""
+    launches: Digest = ""
     bytes: Size
     operations: Size
     timing: Timing | None = None
@@ -120,7 +125,7 @@ class CaseResult(Value):
         """Whether the measured kernel is gone or has changed since."""
         sku = registry.sku(self.sku)
         try:
-            return bool(self.sku) and (sku is None or source_hash(sku) != self.source_hash)
+            return bool(self.sku) and (sku is None or source_hash(sku)[: len(self.source_hash)] != self.source_hash)
         except LookupError:
             return True
 
@@ -137,7 +142,6 @@ class BenchRecord(Record):
         Why a rival is not available, by name.
     """
 
-    measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.bench.bench:measure",)
     kind: Literal["skuda bench"] = "skuda bench"
     schema_version: Literal[1] = 1
     repeats: Size

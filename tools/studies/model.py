@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 from rich.text import Text
@@ -198,7 +198,6 @@ class ModelRecord(Record):
         Of the model that generates: layers, vocabulary, and tokens of a prompt and new ones.
     """
 
-    measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.studies.model_bench:bench",)
     kind: Literal["skuda bench-model"] = "skuda bench-model"
     schema_version: Literal[1] = 1
     repeats: Size

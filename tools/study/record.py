@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from skuda.dispatch.compile.code import code_hash
 from skuda.registry.device import Device
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.value import Real, Size, Value
@@ -17,7 +16,6 @@ from skuda.tools.files import read_json, read_text, write_whole
 
 _DIGITS = 6
 """Significant digits of a float in a file; a time varies from run to run in the third."""
-_CODE = ("skuda.tools.bench", "skuda.tools.studies")
 
 
 class Record(Value):
@@ -33,13 +31,13 @@ class Record(Value):
         Time of the run in UTC, version of skuda, and duration.
     seed, command
         Seed of all random numbers, and the command line that repeats the run.
-    measurer_hash : str
-        Hash of the code that measured; see `measurer_hash`.
-    measured_by : tuple of str
-        The functions that measure, each as ``module:function``.
+    method : int
+        Version of how it was measured: the `METHOD` of its time.
+    METHOD : int
+        Today's version. Whoever changes what is measured, or how, raises it, which makes earlier records stale.
     """
 
-    measured_by: ClassVar[tuple[str, ...]] = ()
+    METHOD: ClassVar[int] = 1
     device: Device | str
     driver: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
@@ -48,7 +46,7 @@ class Record(Value):
     seed: Size | None = None
     command: str
     seconds: Real = 0.0
-    measurer_hash: str = ""
+    method: Size = 0
 
     @property
     def card(self) -> str:
@@ -62,8 +60,8 @@ class Record(Value):
 
     @property
     def outdated(self) -> str:
-        """Why the whole record is stale; empty if the measuring code has not changed since."""
-        return "" if self.measurer_hash == measurer_hash(type(self)) else "measured by other measuring code"
+        """Why the whole record is stale; empty if it was measured in the same way as today."""
+        return "" if self.method == self.METHOD else f"measured by method {self.method}, today's is {self.METHOD}"
 
     @property
     def wrong(self) -> tuple[str, ...]:
@@ -93,7 +91,7 @@ class Record(Value):
 
     def digest(self) -> str:
         """Return a hash of what was measured, by which a plot of another record is detected."""
-        return hashlib.sha256(self.model_copy(update={"measurer_hash": ""}).text().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.model_copy(update={"method": 0}).text().encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
         """Write the file, and create its folder; a reader never sees a part of the file."""
@@ -142,17 +140,6 @@ class Record(Value):
             return cls.model_validate(found)
         except InvalidRecord as error:
             raise InvalidRecord(f"{cls.maker()} {path}: {error.subject}", error.field, error.had, error.must) from error
-
-
-def measurer_hash(kind: type[Record]) -> str:
-    """Return the hash of the code that measures what a kind of record holds.
-
-    It covers the definitions in `skuda.tools.bench` and `skuda.tools.studies` that the measuring functions reach.
-    Comments, docstrings, and the module of the record do not count.
-    """
-    roots = (root.split(":") for root in kind.measured_by)
-    parts = [code_hash(module, name, _CODE, (kind.__module__,)) for module, name in roots]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _kind_of(found: Any) -> tuple[object, object]:

@@ -18,7 +18,7 @@ from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.tools.files import check
 from skuda.tools.output import progress, refuse, split, stdout, tell
-from skuda.tools.study.record import Record, measurer_hash
+from skuda.tools.study.record import Record
 from skuda.tools.study.view import Sections, markdown, show
 
 _PACKAGES = ("numpy", "torch", "triton", "torchao", "bitsandbytes")
@@ -100,7 +100,7 @@ class Study(Generic[_Kind]):
             seed=options["seed"],
             command=command_line(self.record.maker(), given(self.measure, options)),
             seconds=round(perf_counter() - began, 1),
-            measurer_hash=measurer_hash(self.record),
+            method=self.record.METHOD,
             **fields,
         )
         return self.record.parse(record.text())

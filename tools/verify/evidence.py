@@ -21,7 +21,7 @@ from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Size, Value
 from skuda.tools.files import read_json, read_text, write_whole
-from skuda.tools.verify.fingerprint import reference_hash, source_hash, verifier_hash
+from skuda.tools.verify.fingerprint import reference_hash, source_hash
 from skuda.tools.words.devices import card_words
 
 Word = Literal["verified", "failed", "stale", "unverified", "reference"]
@@ -29,7 +29,9 @@ _WORDS: tuple[Word, ...] = get_args(Word)
 _DIGITS = 16
 """Hexadecimal digits of a hash that a record keeps: enough to see a change."""
 Digest = Annotated[str, AfterValidator(lambda digest: digest[:_DIGITS])]
-_OWN = ("sku", "source_hash", "cases", "runs", "outputs")
+METHOD = 1
+"""Version of the checks. Whoever makes them stronger raises it, which makes earlier records stale."""
+_OWN = ("sku", "source_hash", "cases", "runs", "outputs", "machine_code", "launches")
 """Fields that differ from kernel to kernel; kernels that are equal in all others share them in the file."""
 
 
@@ -79,12 +81,17 @@ class SkuEvidence(Value):
 
     A `battery` is ``full``, or ``spot`` for a sample. `cases`, `runs` and `outputs` count problems, launches and output
     elements. `layouts` are those that the kernel accepted, `checks` those that were run, and `failures` the first of
-    each check. A `note` says why a kernel was skipped, or what was left out. Hashes are cut to their first digits.
+    each check. A `note` says why a kernel was skipped, or what was left out. Hashes are cut to their first digits:
+    of sources, and of what they gave, which stays the same through a refactoring. See `skuda.tools.verify.stamps` for
+    `machine_code`, `launches` and `meaning`, that of the reference; they are empty where nothing is compiled.
     """
 
     sku: str
     source_hash: Digest
     reference_hash: Digest = ""
+    machine_code: Digest = ""
+    launches: Digest = ""
+    meaning: Digest = ""
     verdict: Literal["verified", "failed", "skipped"]
     battery: Literal["full", "spot"] = "full"
     cases: Size = 0
@@ -111,17 +118,18 @@ class EvidenceFile(Value):
     """One run of ``skuda verify`` on one device.
 
     The `driver` is empty on a CPU. `versions` are those of Python, the libraries and compilers that are installed, and
-    bundles of kernels. The `date` is UTC. `quick` runs spot checks only. `skus` are sorted.
+    bundles of kernels. The `date` is UTC. The `method` is the `METHOD` of its time. `quick` runs spot checks
+    only. `skus` are sorted.
     """
 
     kind: Literal["skuda verify"] = "skuda verify"
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     device: Device
     driver: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     date: str
     skuda: str
-    verifier_hash: Digest = ""
+    method: Size = 0
     seed: Size
     quick: bool = False
     skus: tuple[SkuEvidence, ...]
@@ -143,7 +151,7 @@ class EvidenceFile(Value):
         groups: dict[str, list[str]] = {}
         for one in self.skus:
             found = one.model_dump(mode="json", exclude_defaults=True)
-            own = json.dumps([found.pop(name, 0) for name in _OWN])
+            own = json.dumps([found.pop(name, "" if name in {"machine_code", "launches"} else 0) for name in _OWN])
             groups.setdefault(json.dumps(found), []).append(own)
         lines = [shared[:-1] + ', "kernels": [\n' + ",\n".join(rows) + "]}" for shared, rows in groups.items()]
         facts = self.model_dump_json(exclude={"skus"})
@@ -170,8 +178,8 @@ class EvidenceFile(Value):
         if not isinstance(found, dict) or found.get("kind") != "skuda verify":
             return None
         try:
-            if found.get("schema_version") != 2:
-                rule = "be 2; delete the file, and run `skuda verify` again"
+            if found.get("schema_version") != 3:
+                rule = "be 3; delete the file, and run `skuda verify` again"
                 cls.refuse("schema_version", found.get("schema_version"), rule)
             skus: list[dict[str, Any]] = []
             for group in found.pop("groups"):
@@ -245,7 +253,7 @@ def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False)
     except LookupError:
         today = None
     unchanged = [(file, one) for file, one in found if (one.source_hash, one.reference_hash) == today]
-    current = [(file, one) for file, one in unchanged if file.verifier_hash == verifier_hash()[:_DIGITS]]
+    current = [(file, one) for file, one in unchanged if file.method == METHOD]
     failed = [(file, one) for file, one in current if one.verdict == "failed"]
     if not failed and (reference or not found):
         return Status("reference" if reference else "unverified")
@@ -254,7 +262,7 @@ def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False)
     last, reason = runs[-1][0], ""
     if not current:
         changed = "the kernel or its reference has changed since it was run"
-        reason = "verified by other verifying code" if unchanged else changed
+        reason = f"verified by method {runs[-1][0].method}, today's is {METHOD}" if unchanged else changed
     cards = tuple(dict.fromkeys(card_words(file.device.name) for file, _ in runs))
     return Status(word, last.device.name, last.date, reason, cards)
 

@@ -1,21 +1,17 @@
-"""Hashes of the parts that evidence depends on: the kernel, its reference, and the verifying code."""
+"""Hashes of the sources that evidence depends on: those of the kernel, and of its reference."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from skuda.dispatch.compile.code import code_hash
 from skuda.dispatch.compile.sources import source_hash
 from skuda.registry.op import Case, Op
 
-__all__ = ["reference_hash", "source_hash", "verifier_hash"]
-
-_VERIFIER = ("skuda.tools.verify", "skuda.kernels")
-_NO_VERDICT = ("skuda.tools.verify.evidence", "skuda.tools.verify.fingerprint")
-"""Modules that only write and read records; they affect no verdict."""
+__all__ = ["reference_hash", "source_hash"]
 
 
 def reference_hash(op: Op) -> str:
@@ -45,9 +41,3 @@ def _part_hash(op: Op, part: Callable[..., Any]) -> str:
         # A closure or a partial function may depend on anything in the op's module.
         return code_hash(op.descriptor.__module__)
     return code_hash(part.__module__, name.partition(".")[0])
-
-
-@cache
-def verifier_hash() -> str:
-    """Return the hash of the verifying code, from the drawing of inputs to the verdict."""
-    return code_hash("skuda.tools.verify.verification", "verify", _VERIFIER, _NO_VERDICT)

@@ -25,11 +25,12 @@ from skuda.tools.output import Report
 from skuda.tools.ship.cubins import build_cubin
 from skuda.tools.verify.checks import CHECKS, device_for, kernels_of, perform
 from skuda.tools.verify.compare import NotRun
-from skuda.tools.verify.evidence import EvidenceFile, SkuEvidence
-from skuda.tools.verify.fingerprint import reference_hash, source_hash, verifier_hash
+from skuda.tools.verify.evidence import METHOD, EvidenceFile, SkuEvidence
+from skuda.tools.verify.fingerprint import reference_hash, source_hash
 from skuda.tools.verify.large import large_problem
 from skuda.tools.verify.placement import Placement, placement_for
 from skuda.tools.verify.problems import fewer_rows
+from skuda.tools.verify.stamps import meaning, stamp
 from skuda.tools.verify.trial import Examples, Trial
 
 _DRAWERS, _AHEAD = 4, 8
@@ -72,7 +73,6 @@ def verify(
     kernels = kernels_of(dispatcher, ops=ops, skus=skus, backends=backends, processor=device.processor)
     if not kernels:
         raise InvalidProblem("verify", "the filters", "no kernel", f"leave a kernel for {device.describe()}")
-    verifier = verifier_hash()
     placement = placement or placement_for(device)
     run = _Verification(dispatcher, device, placement, seed, quick, cases, progress, finished)
     run.all(kernels)
@@ -82,7 +82,7 @@ def verify(
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         skuda=skuda_version(),
-        verifier_hash=verifier,
+        method=METHOD,
         seed=seed,
         quick=quick,
         skus=tuple(run.found[name] for name in sorted(run.found)),
@@ -102,6 +102,7 @@ class _Verification:
     progress: Report | None
     finished: Finished | None
     found: dict[str, SkuEvidence] = field(default_factory=dict)
+    meanings: dict[str, str] = field(default_factory=dict)
     lost_to: str = ""
     done: int = 0
     total: int = 0
@@ -185,6 +186,7 @@ class _Verification:
             sku=trial.sku.id,
             source_hash=source_hash(trial.sku),
             reference_hash=reference_hash(trial.op),
+            **self._stamped(trial),
             verdict="failed" if trial.failures else "skipped" if cut or not trial.cases_run else "verified",
             battery=trial.battery,
             cases=trial.cases_run,
@@ -197,6 +199,16 @@ class _Verification:
         )
         self.placement.release()
         return found
+
+    def _stamped(self, trial: Trial) -> dict[str, str]:
+        """Return the stamps of a kernel, which has been compiled; none of one that failed."""
+        if self.device.processor != "cuda" or trial.failures:
+            return {}
+        name, backend = trial.op.name, self.dispatcher.backends[trial.sku.backend]
+        if name not in self.meanings:
+            self.meanings[name] = meaning(trial.op)
+        found = stamp(trial.sku, (case.problem for case in trial.op.cases), self.device, backend)
+        return {**found._asdict(), "meaning": self.meanings[name]}
 
     def _answers(self) -> bool:
         """Return whether the device still answers after a failure: an illegal access ends all work of the process."""

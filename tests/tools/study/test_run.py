@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 
@@ -18,7 +18,6 @@ from skuda.tools.study.view import Table
 class ToyRecord(Record):
     """A record of one time."""
 
-    measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.bench.clock:median",)
     kind: Literal["skuda toy"] = "skuda toy"
     schema_version: Literal[1] = 1
     timing: Timing
