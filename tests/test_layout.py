@@ -103,6 +103,7 @@ ORDER = (
 """Parts of `skuda`, each before those that may import it."""
 TOOLS = (
     "tools.files",
+    "tools.options",
     "tools.output",
     "tools.study",
     "tools.words",

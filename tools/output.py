@@ -164,9 +164,9 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def split(given: Iterable[str]) -> tuple[str, ...]:
+def split(given: Iterable[str] | None) -> tuple[str, ...]:
     """Return the values of an option that may be repeated and may hold several values, separated by commas."""
-    return tuple(dict.fromkeys(part.strip() for text in given for part in text.split(",") if part.strip()))
+    return tuple(dict.fromkeys(part.strip() for text in given or () for part in text.split(",") if part.strip()))
 
 
 OP_WORDS = {"kind": "a registered op", "more": "`skuda list` names all"}
@@ -174,7 +174,7 @@ OP_WORDS = {"kind": "a registered op", "more": "`skuda list` names all"}
 
 
 def chosen(
-    command: str, option: str, given: Iterable[str], known: Iterable[str], *, kind: str = "", more: str = ""
+    command: str, option: str, given: Iterable[str] | None, known: Iterable[str], *, kind: str = "", more: str = ""
 ) -> tuple[str, ...]:
     """Return the values of an option as `split` does; `refuse` an unknown one."""
     values, known = split(given), tuple(known)

@@ -45,7 +45,7 @@ STUDY = Study(
 
 
 def test_a_run_is_recorded_as_it_is_shown_again(tmp_path, capsys):
-    path = tmp_path / "deep" / "r.json"
+    path = tmp_path / "r.json"
     assert STUDY.run(output=path, ops=("a", "b"), rows=("1,2", "3"), us=3.0, cpu=True, seed=7) == 0
     out, err = capsys.readouterr()
     assert out.startswith("| us |\n| --- |\n| 2.0 |\n\n- command: `skuda toy a b")
