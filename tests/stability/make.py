@@ -192,13 +192,14 @@ def unpickled(file, folder, _):
     """Return what pickles hold, and whether records in JSON hold the same."""
     found = {}
     for name, text in json.loads((folder / file).read_text()).items():
+        mine = found[name] = {}
         try:
             one = pickle.loads(zlib.decompress(base64.b64decode(text["pickle"])))  # noqa: S301  our own
-            found[name] = {"pickle": value_of(one)}
+            mine["pickle"] = value_of(one)
             if "json" in text:
-                found[name]["json holds the same"] = type(one).model_validate_json(text["json"]) == one
+                mine["json holds the same"] = type(one).model_validate_json(text["json"]) == one
         except Exception as error:  # noqa: BLE001  whatever a class that has moved or changed leads to
-            found[name] = repr(error)
+            mine["json holds the same" if mine else "pickle"] = repr(error)
     return found
 
 

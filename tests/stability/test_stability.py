@@ -75,8 +75,7 @@ def test_an_op_may_get_an_argument_with_a_default():
 def test_a_name_that_is_taken_away_is_missed(monkeypatch, kind, name):
     saved = json.loads((FOLDERS[0] / "promised.json").read_text())[kind]
     monkeypatch.delattr(name)
-    (line,) = broken(saved, today(FOLDERS[0], kind, saved), kind)
-    assert name.rpartition(".")[2] in line
+    assert any(name.rpartition(".")[2] in line for line in broken(saved, today(FOLDERS[0], kind, saved), kind))
 
 
 def test_pages_and_examples_import_from_facades_and_no_deeper():
