@@ -71,12 +71,8 @@ def machine_code(cubin: bytes) -> dict[str, str]:
     """Return a hash of the machine code of every function of a cubin, by name.
 
     It covers the code, its registers and barriers, its attributes, and the constants, tables and sizes of shared memory
-    that it may use. Names of functions and variables do not count, and neither does what only a debugger reads.
-
-    Raises
-    ------
-    ValueError
-        If the bytes are not a cubin.
+    that it may use. Names of functions and variables do not count, and neither does what only a debugger reads. Raise
+    `ValueError` if the bytes are not a cubin.
     """
     try:
         sections = list(_sections(cubin))

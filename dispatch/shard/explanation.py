@@ -64,12 +64,16 @@ class ShardedExplanation(Value):
         The collectives in order, with their predicted times.
     chunks : tuple of int
         Rows of each chunk. The ranks exchange one chunk while they compute the next.
+    other_way : float or None
+        Microseconds of the collectives in the other way, which was not chosen: all-reduce instead of reduce-scatter, or
+        the reverse.
     """
 
     shards: Shards
     steps: tuple[ShardedStep, ...]
     transfers: tuple[Transfer, ...]
     chunks: tuple[int, ...]
+    other_way: float | None = None
 
     @property
     def chosen(self) -> tuple[tuple[tuple[str, str], ...], ...] | None:
@@ -89,6 +93,9 @@ class ShardedExplanation(Value):
         for step in self.steps:
             lines += [f"  {step}", f"    {step.explanation.chosen or step.explanation.why_not()}"]
         lines += [f"  exchange: {transfer}" for transfer in self.transfers]
+        if self.other_way is not None:
+            took, other = sum(transfer.microseconds for transfer in self.transfers), f"{self.other_way:.1f} us"
+            lines.append(f"  by the model {took:.1f} us in all; the other way to add up would take {other}")
         if any(transfer.chunks > 1 for transfer in self.transfers):
             exposed = sum(transfer.exposed for transfer in self.transfers)
             lines.append(
@@ -129,9 +136,15 @@ def explain_shards(
         )
         for (name, local), ranks in sorted(found.items(), key=lambda item: names.index(item[0][0]))
     )
-    scattered, chunks = way.scattered or len(way.chunks) > 1, len(way.chunks)
-    transfers = traffic(layer).transfers(shards, scattered=scattered, chunks=chunks)
-    return ShardedExplanation(shards=shards, steps=steps, transfers=transfers, chunks=way.chunks)
+    exchanges, scattered = traffic(layer), way.scattered or len(way.chunks) > 1
+    optional = shards.axis == "k" and shards.output == "whole" and shards.count > 1
+    return ShardedExplanation(
+        shards=shards,
+        steps=steps,
+        transfers=exchanges.transfers(shards, scattered=scattered, chunks=len(way.chunks)),
+        chunks=way.chunks,
+        other_way=exchanges.microseconds(shards, scattered=not scattered) if optional else None,
+    )
 
 
 def preference_of(step: str, preference: PlanPreference) -> PlanPreference:
