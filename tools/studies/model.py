@@ -15,8 +15,7 @@ from skuda.registry.device import device_named
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.study.record import Record
-from skuda.tools.study.requirement import Requirement, requirements
-from skuda.tools.study.view import Parts, Sections, Table
+from skuda.tools.study.view import Parts, Requirement, Sections, Table, requirements
 
 Phase = Literal["decode", "prefill"]
 REAL_ONE, REAL_ALL, INT8_ONE, INT8_ALL = ("bf16 x1", "bf16 xN", "skuda x1", "skuda xN")
