@@ -31,7 +31,6 @@ ORDER = (
     "dispatch.machine",
     "dispatch.planner",
     "dispatch.advance",
-    "dispatch.question",
     "dispatch.dispatcher",
     "dispatch.shard",
     "dispatch",

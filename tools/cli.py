@@ -32,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0; 1 where the answer is no (no kernel, a required part missing, accuracy not reached), or where the reader of
-        standard output has left; 2 for bad input, or a file or stream that cannot be read or written; 70 for a defect
-        of skuda; 130 for an interrupt. One line on standard error says what is wrong. In Python's development mode
-        (``python -X dev -m skuda``), a defect is raised.
+        0; 1 where the answer is no (no kernel, a required part missing, accuracy not reached), where the packages of
+        the extra ``cli`` are missing, or where the reader of standard output has left; 2 for bad input, or a file or
+        stream that cannot be read or written; 70 for a defect of skuda; 130 for an interrupt. One line on standard
+        error says what is wrong. In Python's development mode (``python -X dev -m skuda``), a defect is raised.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     with _interrupts() as came:
@@ -103,16 +103,20 @@ def _run(given: list[str], interrupts: list[int]) -> int:
 
 def _called(given: list[str]) -> int:
     """Run the command line; see `main`."""
-    import typer
-
-    from skuda.tools.commands import RETIRED, app
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ImportError as error:
+        sys.stderr.write(f"skuda: the command needs {error.name} ({error}); run: pip install 'skuda[cli]'\n")
+        return _NO
+    from skuda.tools.commands import REMOVED, app
 
     for word in given:
         if "\0" in word or (not word.isascii() and word != word.encode(errors="replace").decode()):
             # Records, which are UTF-8, could not hold it, and would fail only after the work.
             raise typer.BadParameter(f"{word!a} is not UTF-8")
-    for name in RETIRED.keys() & given[:1]:
-        raise typer.BadParameter(f"`skuda {name}` is gone; instead use `{RETIRED[name]}`")
+    for name in REMOVED.keys() & given[:1]:
+        raise typer.BadParameter(f"`skuda {name}` is gone; instead use `{REMOVED[name]}`")
     words = [*given[1:], _SHORT[given[0]]] if given[:1] and given[0] in _SHORT else given
     try:
         return int(typer.main.get_command(app).main(args=words, prog_name="skuda", standalone_mode=False) or 0)
@@ -146,7 +150,7 @@ def _reported(error: Exception, given: list[str]) -> int:
     """Say in one line what was wrong, and return the exit status."""
     if isinstance(error, ImportError):
         if given[:1] == ["doctor"]:
-            # The doctor must also work if the packages that typer needs are missing.
+            # The doctor must also work if the packages that skuda itself needs are missing.
             from skuda.tools.show import doctor
 
             return doctor.run(as_json="--json" in given)

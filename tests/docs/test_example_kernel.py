@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from harness import emulator
-from harness.binding import Placed, launch_of, place, run_steps
+from harness.binding import launch_of, place, run_steps
 from harness.resources import Job, compiled
 from skuda_absmax.row_absmax import CASES, OP, SKUS, reference
-from support import assert_same_bits, draw, fresh
+from support import Guarded, assert_same_bits, draw, fresh
 
 from skuda.dispatch import Dispatcher, device_named
 from skuda.dispatch.compile import compilers as compiling
@@ -78,5 +78,5 @@ def test_its_source_gives_the_reference_s_bits_on_the_cpu(sku):
         run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, drawn.shapes)
         assert_same_bits(placed["output"].array, answer(OP, problem, drawn.inputs)["output"], repr(problem))
         for value in placed.values():
-            assert isinstance(value, Placed)
+            assert isinstance(value, Guarded)
             value.assert_only_elements_written()

@@ -416,7 +416,7 @@ def test_many_graphs_take_scratch_from_their_pool_and_give_back_their_zeros(devi
 
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
-def test_graphs_of_a_stream_that_torch_does_not_use_have_a_block_until_they_are_destroyed(device):
+def test_graphs_of_other_streams_have_a_block_until_destroyed(device):
     rng, many, most = fresh(device), 300 if on_gpu(device) else 3, 10
     acts, weight = split(rng, device)
     wants = [torch.ops.skuda.scaled_linear(act, weight, output_element="s32").to(device) for act in acts]

@@ -48,7 +48,7 @@ os.environ["SKUDA_TEST_SEED"] = str(SEED)  # every worker of pytest-xdist must d
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_DTYPES = (*map(np.dtype, (np.float16, np.float32, np.float64)), BFLOAT16)
 LAYOUTS = ("contiguous", "strided", "transposed", "reversed", "misaligned")
-_GUARD, _OUTSIDE = 96, 0x55
+_GUARD, _ALIGNMENT, _OUTSIDE = 96, 256, 0x55
 
 
 def fresh(*key: object) -> np.random.Generator:
@@ -124,57 +124,63 @@ class Guarded:
     Attributes
     ----------
     array : np.ndarray
-        Poisoned: NaN where floating, a pattern otherwise.
+        Poisoned: NaN where floating, a pattern otherwise. Its first byte is `offset` bytes after a 256-byte boundary.
+    bytes : np.ndarray
+        The buffer.
+    outside : np.ndarray
+        Whether a byte of the buffer belongs to no element.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, layout: str = "contiguous") -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, strides: Iterable[int] | None = None, offset: int = 0
+    ) -> None:
         dtype = np.dtype(dtype)
-        strides, start, span = _geometry(shape, dtype.itemsize, layout)
-        start += _GUARD + (layout == "misaligned")
-        self._bytes = np.full(span + 2 * _GUARD + 1, _OUTSIDE, np.uint8)
-        self._outside = np.ones(self._bytes.shape, bool)
-        inside = (*shape, dtype.itemsize), (*strides, 1)
-        np.ndarray(inside[0], bool, self._outside, start, inside[1])[...] = False
-        self._bytes[~self._outside] = 0xFF if dtype in FLOAT_DTYPES else 0xA6
-        self.array = np.ndarray(shape, dtype, self._bytes, start, strides)
-        self._before = self._bytes.copy()
+        strides = tuple(_strides(shape, dtype.itemsize, "contiguous") if strides is None else strides)
+        ends = [(max(n, 1) - 1) * stride for n, stride in zip(shape, strides, strict=True)]
+        before = _GUARD + offset - sum(end for end in ends if end < 0)
+        self.bytes = np.full(before + sum(map(abs, ends)) + dtype.itemsize + _GUARD + _ALIGNMENT, _OUTSIDE, np.uint8)
+        start = before + -(self.bytes.ctypes.data + before - offset) % _ALIGNMENT
+        self.outside = np.ones(self.bytes.shape, bool)
+        np.ndarray((*shape, dtype.itemsize), bool, self.outside, start, (*strides, 1))[...] = False
+        self.bytes[~self.outside] = 0xFF if dtype in FLOAT_DTYPES else 0xA6
+        self.array = np.ndarray(shape, dtype, self.bytes, start, strides)
+        self._before = self.bytes.copy()
 
     @classmethod
-    def of(cls, values: np.ndarray, layout: str) -> Guarded:
-        """Return a copy of `values` in another layout, for `assert_unchanged`."""
-        made = cls(values.shape, values.dtype, layout)
-        made.array[...] = values
-        made._before = made._bytes.copy()
-        return made
+    def laid_out(cls, shape: tuple[int, ...], dtype: Any, layout: str) -> Guarded:
+        """Return an array in one of `LAYOUTS`."""
+        return cls(shape, dtype, _strides(shape, np.dtype(dtype).itemsize, layout), layout == "misaligned")
+
+    def fill(self, values: np.ndarray) -> Guarded:
+        """Copy `values` in, for `assert_unchanged`."""
+        self.array[...] = values
+        self._before = self.bytes.copy()
+        return self
 
     def assert_only_elements_written(self) -> None:
         """Check the guard zones and the gaps between elements."""
-        touched = np.flatnonzero(self._outside & (self._bytes != _OUTSIDE))
+        touched = np.flatnonzero(self.outside & (self.bytes != _OUTSIDE))
         assert touched.size == 0, f"{touched.size} bytes beside the array were written, the first at {touched[0]}"
 
     def assert_unchanged(self) -> None:
         """Check that nothing at all was written."""
-        assert np.array_equal(self._bytes, self._before), "an input was written to"
+        assert np.array_equal(self.bytes, self._before), "an input was written to"
 
 
-def _geometry(shape: tuple[int, ...], itemsize: int, layout: str) -> tuple[list[int], int, int]:
-    """Return strides, first byte and span of a layout."""
-    axes = range(len(shape)) if layout == "transposed" else range(len(shape) - 1, -1, -1)
+def _strides(shape: tuple[int, ...], itemsize: int, layout: str) -> list[int]:
+    axes = range(len(shape)) if layout == "transposed" else reversed(range(len(shape)))
     gap = itemsize if layout == "strided" else 0
     strides, span = [0] * len(shape), itemsize + gap
     for axis in axes:
         strides[axis] = span
         span = span * max(shape[axis], 1) + gap
-    if layout != "reversed":
-        return strides, 0, span
-    first = sum((max(n, 1) - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    return [-stride for stride in strides], first, span
+    return [-stride for stride in strides] if layout == "reversed" else strides
 
 
 def guarded_outputs(problem: Descriptor, shapes: dict[str, tuple[int, ...]], layout: str) -> dict[str, Guarded]:
     """Return poisoned outputs and scratch arrays for a problem."""
     return {
-        a.name: Guarded(storage_shape(shapes[a.name], a.elements[0]), storage_dtype(a.elements[0]), layout)
+        a.name: Guarded.laid_out(storage_shape(shapes[a.name], a.elements[0]), storage_dtype(a.elements[0]), layout)
         for a in arguments_of(problem, Role.OUTPUT, Role.SCRATCH)
     }
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import resources
 from harness.resources import Job, architectures, compiled, configurations, cuda_skus, launches
 from support import SEED, sampled
 
@@ -89,22 +88,6 @@ def test_what_propagates_compiles_as_well(op):
     result = compiled(Job(Job.of(sku, "sm_90a").unit, (*sku.flags, *more), "sm_90a", compiler))
     assert not result.remarks
     assert all(needs.spills == needs.stack == 0 for needs in result.kernels.values())
-
-
-@pytest.mark.skipif(not _present("nvrtc"), reason="no nvrtc")
-def test_a_compilation_that_failed_is_tried_again_and_one_that_succeeded_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(resources, "cache_folder", lambda: tmp_path)
-    job = Job.of(SKUS[0], "sm_90a")
-    with monkeypatch.context() as broken:
-        broken.setattr(resources, "_nvrtc", lambda job: (False, "a library is missing"))
-        assert compiled(job).remarks == "a library is missing"
-        broken.setattr(resources, "_nvrtc", lambda job: (False, ""))
-        assert compiled(job).remarks
-    found = compiled(job)
-    assert found.kernels
-    assert not found.remarks
-    monkeypatch.setattr(resources, "_nvrtc", None)
-    assert compiled(job) == found
 
 
 def _steps(compiled_as):

@@ -155,25 +155,16 @@ def _bad_norms():
     yield "flag that is no boolean", {"has_residual": "maybe"}, "has_residual"
 
 
-BAD = [
-    pytest.param(op, changes, field, id=f"{op.name}-{i}-{wrong}")
-    for op in OPS
-    for i, (wrong, changes, field) in enumerate(_bad_fields(op))
-]
-
-
-@pytest.mark.parametrize(("op", "changes", "field"), BAD)
-def test_bad_field_is_an_invalid_problem_that_names_it(op, changes, field):
+@EACH_OP
+def test_a_bad_field_is_refused_by_name(op):
     good = _fields(op)
     op.descriptor(**good)
-    with pytest.raises(InvalidProblem) as caught:
-        op.descriptor(**good | changes)
-    error = caught.value
-    assert error.field.partition(".")[0] == field
-    assert error.subject == op.descriptor.__name__
-    assert all((error.had, error.must))
-    assert str(error) == f"{error.subject}: {error.field} must {error.must}; had {error.had}"
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)  # noqa: S301  our own
+    for wrong, changes, field in _bad_fields(op):
+        error = _made(op.descriptor, good | changes)
+        assert isinstance(error, InvalidProblem), wrong
+        assert (error.subject, error.field.partition(".")[0]) == (op.descriptor.__name__, field), wrong
+        assert all((error.had, error.must))
+        assert str(error) == f"{error.subject}: {error.field} must {error.must}; had {error.had}"
 
 
 @EACH_OP
@@ -271,17 +262,18 @@ def test_numbers_of_numpy_are_numbers():
         assert made.has_weight_zero_point is bool(flag)
 
 
-UNSERVED = [
-    pytest.param(op, field, element, id=f"{op.name}-{field}-{element}")
-    for op in OPS
-    for field, kind in _kinds(op).items()
-    if kind is ElementKind
-    for element in (ElementKind.FP8_E4M3, ElementKind.COMPLEX64, ElementKind.BOOL)
-]
-
-
-@pytest.mark.parametrize(("op", "field", "element"), UNSERVED)
-def test_an_element_that_no_kernel_serves_is_unsupported_with_every_reason(op, field, element):
+@pytest.mark.parametrize(
+    ("op", "field"),
+    [
+        pytest.param(op, field, id=f"{op.name}-{field}")
+        for op in OPS
+        for field, kind in _kinds(op).items()
+        if kind is ElementKind
+    ],
+)
+def test_an_element_that_no_kernel_serves_is_unsupported_with_every_reason(op, field):
+    unserved = (ElementKind.FP8_E4M3, ElementKind.COMPLEX64, ElementKind.BOOL)
+    element = unserved[fresh(op.name, field).integers(3)]
     problem = op.descriptor(**_fields(op) | {field: element})
     with pytest.raises(Unsupported) as caught:
         dispatcher().select(problem)
@@ -299,14 +291,6 @@ def test_an_element_that_no_kernel_serves_is_unsupported_with_every_reason(op, f
     nearest = explanation.decisions[0]
     assert nearest.sku in str(caught.value)
     assert {reason.field for reason in nearest.reasons} == {field}
-
-
-def test_codes_in_place_of_floats_and_the_reverse_are_unsupported():
-    describe = dispatcher().describe
-    for changes in ({"input_element": "s8"}, {"output_element": "f32"}, {"output_element": "s32"}):
-        fields = {"numel": 4, "q_min": 0, "q_max": 7, "input_element": "f32", "output_element": "s8"}
-        with pytest.raises(Unsupported):
-            dispatcher().select(describe("quantize_per_tensor", **fields | changes))
 
 
 # --- descriptors as values -------------------------------------------------------------------------------------------
@@ -339,12 +323,6 @@ def test_descriptors_are_frozen(op):
             delattr(problem, name)
     with pytest.raises(FrozenRecord):
         problem.colour = "red"
-
-
-def test_descriptors_of_different_ops_differ():
-    fields = {"n": 2, "d": 3, "q_min": 0, "q_max": 1, "input_element": "f32"}
-    describe = dispatcher().describe
-    assert describe("fake_quantize_per_token", **fields) != describe("fake_quantize_per_token_backward", **fields)
 
 
 def test_two_spellings_of_one_problem_are_equal():
@@ -497,7 +475,7 @@ NOT_IN_PLACE = [op for op in OPS if not op.descriptor.in_place and op.name != "f
 
 
 @pytest.mark.parametrize("op", NOT_IN_PLACE, ids=lambda op: op.name)
-def test_an_output_over_an_input_of_the_same_bytes_is_refused_where_it_is_not_in_place(op):
+def test_an_output_over_an_input_is_refused(op):
     problem, inputs, outputs = _ready(op)
     name = next(a.name for a in arguments_of(problem, Role.INPUT))
     written = arguments_of(problem, Role.OUTPUT)[0].name

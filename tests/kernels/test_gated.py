@@ -1,18 +1,27 @@
-"""The gated ops are the ops that they consist of, one after the other, and what torch computes."""
+"""The gated ops are the ops that they consist of, one after the other; which blocks share rows for their maxima."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import assert_same_bits, dispatcher, draw, every_case, fresh, in_range, run
+from harness.binding import launch_of
+from support import assert_same_bits, draw, every_case, fresh, in_range, run, sampled
 
 import skuda
-from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerTensorDescriptor
+from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.launch import MOST_ZEROS
+from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerTensorDescriptor, SiluMulAmaxDescriptor
+from skuda.kernels.quantize.elementwise_launch import width_of
 from skuda.kernels.quantize.gated import GatedProblem, products
-from skuda.registry.elements import ElementKind
+from skuda.registry.device import KNOWN_DEVICES
+from skuda.registry.elements import FLOATS
 from skuda.registry.errors import InvalidProblem
 
-CASES = [pytest.param(op, case, id=name) for name, op, case in every_case() if isinstance(case.problem, GatedProblem)]
+CASES = sampled(
+    [pytest.param(op, case, id=name) for name, op, case in every_case() if isinstance(case.problem, GatedProblem)],
+    8,
+    each=lambda op, case: op.name,
+)
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
@@ -42,35 +51,32 @@ def test_an_odd_number_of_columns_cannot_be_gates_and_ups(op):
         )
 
 
-@pytest.mark.parametrize("element", ["f16", "bf16", "f32", "f64"])
-@pytest.mark.parametrize("form", ["silu", "erf", "tanh"])
-def test_torch_computes_the_same_but_for_its_rounding(form, element):
-    torch = pytest.importorskip("torch")
-    kind, rng = ElementKind(element), fresh(form, element)
-    dtype = getattr(torch, {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}[element])
-    gate, up = (torch.from_numpy(rng.standard_normal((8, 512)) * 3).to(dtype) for _ in range(2))
-    functional = torch.nn.functional
-    active = (
-        functional.silu(gate) if form == "silu" else functional.gelu(gate, approximate={"erf": "none"}.get(form, form))
-    )
-    op = "silu_mul_quantize" if form == "silu" else "gelu_mul_quantize"
-    more = {} if form == "silu" else {"approximation": form}
-    problem = dispatcher().describe(
-        op,
-        n=8,
-        d=512,
-        q_min=-127,
-        q_max=127,
-        input_element=kind,
-        output_element="s8",
-        fused=False,
-        has_product=True,
-        **more,
-    )
-    _, _, product = dispatcher().run(problem, gate=gate, up=up)
-    want = (active * up).double()
-    units = {"f16": 2.0**-10, "bf16": 2.0**-7, "f32": 2.0**-19, "f64": 2.0**-46}[element]
-    # Torch's erf and tanh are only precise relative to 1, so that its GELU loses digits far below zero.
-    least = {"f16": 2.0**-24, "bf16": 2.0**-20, "f32": 2.0**-19, "f64": 2.0**-48}[element]
-    near = (product.double() - want).abs() <= want.abs() * 2 * units + least * (1 + up.double().abs()) * 4
-    assert near.all()
+@pytest.mark.parametrize("data", FLOATS)
+def test_the_blocks_cover_every_row_once_and_share_only_few_rows(data):
+    rng = fresh(data)
+    sku = next(sku for sku in built_in_registry().skus_of("silu_mul_amax") if sku.launch and sku.element == data)
+    devices = [device for device in KNOWN_DEVICES.values() if device.processor == "cuda"]
+    sizes = [(1, 14336), (16, 14336), (64, 28672), (8192, 14336)]
+    sizes += [tuple(map(int, np.exp2(rng.uniform(0, (13, 18))))) for _ in range(200)]
+    shared = 0
+    for n, d in sizes:
+        launch = launch_of(
+            sku, SiluMulAmaxDescriptor(n=n, d=d, input_element=data), devices[rng.integers(len(devices))]
+        )
+        (step,) = launch.steps
+        part, lanes = (step.parameters[i].value for i in (-2, -1))
+        chunks = -(-d // width_of(data))
+        if step.entry == "gated_amax_lanes_1":
+            assert chunks <= lanes <= 32
+            assert step.grid[0] * step.block[0] // lanes >= n
+        else:
+            assert step.grid[0] == n
+            assert step.block[0] % 32 == 0
+            assert 32 <= step.block[0] <= 256
+        assert part % width_of(data) == 0
+        assert (step.grid[1] - 1) * part < max(d, 1) <= step.grid[1] * part
+        assert bool(launch.scratch) == (step.grid[1] > 1)
+        for _, size in launch.scratch:
+            assert size == n * (data.compute.bits // 8 + 4) <= MOST_ZEROS
+            shared += 1
+    assert shared

@@ -13,44 +13,13 @@ from support import assert_same_bits, dispatcher, draw, every_case, fresh, run, 
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import reference as product
 from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
-from skuda.kernels.linear.quantized_linear import reference as quantized_linear
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
 from skuda.kernels.linear.smoothquant_linear import SmoothQuantLinearDescriptor
-from skuda.kernels.linear.smoothquant_linear import reference as smoothquant_linear
 from skuda.registry.descriptor import Role
 
 LINEAR = [pytest.param(op, case, id=name) for name, op, case in every_case() if op.name.endswith("_linear")]
 CUTS = ("_MIN_ROWS", "_ROWS", "_COLUMNS", "_CODES_AT_ONCE", "_SUMS_AT_ONCE", "BLOCK")
 VARIED = sampled(LINEAR, 12, each=lambda op, case: op.name)
-
-
-class Weight(np.ndarray):
-    """An array of codes that counts those converted to another type."""
-
-    converted = 0
-
-    def astype(self, dtype, **more):
-        Weight.converted += self.size
-        return np.asarray(self).astype(dtype, **more)
-
-
-@pytest.mark.parametrize("m", [64, 65])
-@pytest.mark.parametrize("op", ["smoothquant_linear", "quantized_linear"])
-def test_64_rows_convert_every_weight_once_however_long_k_is(op, m, monkeypatch):
-    n, k = 5, 1 << 19
-    monkeypatch.setattr(Weight, "converted", 0)
-    rest = {"weight_q": np.ones((n, k), np.int8).view(Weight), "weight_scale": np.ones(n, np.float32)}
-    output = np.empty((m, n), np.float32)
-    if op == "smoothquant_linear":
-        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=1.0, output_element="f32")
-        smoothquant_linear(problem, act_q=np.ones((m, k), np.int8), output=output, **rest)
-    else:
-        fields = {"q_min": -127, "q_max": 127, "activation_element": "f16", "output_element": "f32"}
-        problem = QuantizedLinearDescriptor(m=m, c_out=n, k=k, **fields)
-        quantized_linear(problem, activation=np.full((m, k), 127, np.float16), output=output, **rest)
-        output /= 127
-    assert (output == k).all()
-    assert Weight.converted == -(-m // 64) * n * k
 
 
 @pytest.mark.parametrize("with_scratch", [False, True])

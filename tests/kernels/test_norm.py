@@ -11,12 +11,10 @@ from support import assert_same_bits, dispatcher, draw, every_case, fresh, in_ra
 
 import skuda
 from skuda.kernels.catalog import built_in_ops
-from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.quantize import NormQuantized, norm_launch
+from skuda.kernels.quantize import NormQuantized
 from skuda.kernels.quantize.norm import NormProblem, fold
 from skuda.registry.arch import ArchSku
 from skuda.registry.device import KNOWN_DEVICES
-from skuda.registry.elements import FLOATS
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Case
 from skuda.registry.vocabulary import Scaling
@@ -51,22 +49,6 @@ def test_codes_are_those_of_the_unfused_op_on_the_normalized_rows(op, case):
         given = {name: drawn.inputs[name] for name in ("scale", "zero_point")}
         apart = run(dispatcher().describe("quantize_per_tensor", numel=y.size, **fields), {"input": y, **given})
     assert_same_bits(found["output"], apart["output"], "output")
-
-
-@pytest.mark.parametrize(("op", "case"), CASES)
-def test_the_sum_is_added_before_and_what_is_written_besides_changes_no_code(op, case):
-    plain = case.problem.model_copy(update={"has_residual": False, "has_normalized": False})
-    both = case.problem.model_copy(update={"has_residual": True, "has_normalized": True})
-    drawn = draw(op, Case(both, case.values), fresh(op.name, case))
-    fused = run(both, drawn.inputs)
-    x, residual = (drawn.inputs[name] for name in ("input", "residual"))
-    wide = storage_dtype(both.input_element.compute)
-    with np.errstate(all="ignore"):
-        total = (x.astype(wide) + residual.astype(wide)).astype(x.dtype)
-    assert_same_bits(fused["residual_out"], total, "residual_out")
-    inputs = {name: value for name, value in drawn.inputs.items() if name != "residual"} | {"input": total}
-    for name, array in run(plain, inputs).items():
-        assert_same_bits(array, fused[name], name)
 
 
 @pytest.mark.parametrize("op", ["rms_norm_quantize", "silu_mul_quantize"])
@@ -141,22 +123,3 @@ def test_every_entry_is_launched_and_rows_of_usual_models_are_held_in_registers(
             assert step.block[0] % 32 == 0
             entries[step.entry] += 1
     assert len(entries) == 5 + 4, "layer norm of these holds fewer octets a thread"
-
-
-@pytest.mark.parametrize("data", FLOATS)
-@pytest.mark.parametrize("op", OPS)
-def test_a_later_row_is_requested_where_rows_are_held_and_there_are_many(op, data):
-    """As many rows later as run at once: their data, and no more of L2, fit the registers of the multiprocessors."""
-    rng, found = fresh(op, data), set()
-    fields = {"q_min": -127, "q_max": 127, "eps": 1e-6, "input_element": data, "output_element": "s8"}
-    for _ in range(400):
-        n, d = (int(2 ** rng.uniform(0, most)) for most in (15, 17))
-        (step,) = norm_launch.norm(dispatcher().describe(op, n=n, d=d, **fields), H200).steps
-        apart = step.parameters[-2].value
-        assert apart % H200.sm_count == 0
-        assert 2 * apart < max(1, n)
-        assert apart * d * data.bits // 8 <= H200.sm_count * 65_536 * 4
-        if n <= 2 * H200.sm_count or "lanes" in step.entry or step.entry.endswith("long"):
-            assert apart == 0
-        found.add(apart > 0)
-    assert found == {False, True}

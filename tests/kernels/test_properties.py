@@ -209,27 +209,6 @@ def test_linear_of_any_bits_codes_scales_and_zero_points(op, data, sizes, act, w
     _assert_defined(problem, arrays | _linear_arrays(data, problem, n))
 
 
-@often
-@given(data=st.data(), sizes=SIZES, act=CODE8, weight=CODE8)
-def test_sums_of_any_codes(data, sizes, act, weight):
-    m, n, k = sizes
-    kinds = {"activation_element": act, "weight_element": weight, "output_element": "s32"}
-    problem = dispatcher().describe("scaled_linear", **dict(zip("mnk", sizes, strict=True)), **kinds)
-    _assert_defined(problem, {"act_q": _codes(data, (m, k), act), "weight_q": _codes(data, (n, k), weight)})
-
-
-@often
-@given(data=st.data(), out=CODE8, zero_point=st.integers(-300, 300) | INT32)
-def test_requantization_of_any_bits(data, out, zero_point):
-    problem = dispatcher().describe(
-        "smoothquant_linear", m=1, n=SIZE, k=0, act_scale=1.0, output_element=out, epilogue="bias"
-    )
-    codes = np.empty((1, 0), np.int8), np.empty((SIZE, 0), np.int8)
-    arrays = {"act_q": codes[0], "weight_q": codes[1], "weight_scale": np.ones(SIZE, np.float32)}
-    arrays |= {"bias": data.draw(numbers(ElementKind.F32, SIZE)), "output_zero_point": zero_point}
-    _assert_defined(problem, arrays | {"output_scale": data.draw(numbers(ElementKind.F32, 1))})
-
-
 # --- relations -------------------------------------------------------------------------------------------------------
 
 TOKENS, DEPTH = 5, 7
@@ -272,75 +251,3 @@ def test_a_row_s_result_depends_on_that_row_alone(op, data, element, order, cut)
     for name, array in whole.items():
         assert_same_bits(permuted[name], array[list(order)], f"{name}, rows permuted")
         assert_same_bits(np.concatenate([part[name] for part in parts]), array, f"{name}, cut at {cut}")
-
-
-SANE = {ElementKind.F16: 4, ElementKind.F32: 30, ElementKind.F64: 200}
-
-
-@often
-@given(data=st.data(), element=st.sampled_from(list(SANE)), code=CODE)
-def test_quantizing_what_was_dequantized_gives_the_codes_back(data, element, code):
-    low, high = code.integer_range
-    codes = np.frombuffer(data.draw(st.binary(min_size=8, max_size=8)), storage_dtype(code))
-    count = 2 * codes.size if code.is_packed else codes.size
-    reach = SANE[element]
-    step = data.draw(st.floats(1, 2)) * 2.0 ** data.draw(st.integers(-reach, reach))
-    given_ = {"scale": step, "zero_point": data.draw(st.integers(low, high))}
-    back = dispatcher().describe("dequantize_per_tensor", numel=count, input_element=code, output_element=element)
-    there = dispatcher().describe(
-        "quantize_per_tensor", numel=count, q_min=low, q_max=high, input_element=element, output_element=code
-    )
-    real = run(back, {"input": codes, **given_})["output"]
-    assert_same_bits(run(there, {"input": real, **given_})["output"], codes)
-    twice = dispatcher().describe("fake_quantize", numel=count, q_min=low, q_max=high, input_element=element)
-    assert_same_bits(run(twice, {"input": real, **given_})["output"], real + 0 * real)
-
-
-@often
-@given(data=st.data(), element=FLOAT, code=CODE)
-def test_fake_quantize_is_quantize_and_then_dequantize_but_for_the_sign_of_zero(data, element, code):
-    limits = data.draw(bounds(code))
-    x = data.draw(numbers(element, SIZE))
-    arrays = {"scale": _scales(data, element), "zero_point": data.draw(zero_points(SIZE))}
-    describe = dispatcher().describe
-    there = describe("quantize_per_channel", **LINE, **limits, input_element=element, output_element=code)
-    back = describe("dequantize_per_channel", **LINE, input_element=code, output_element=element)
-    fake = describe("fake_quantize_per_channel", **LINE, **limits, input_element=element)
-    real = run(back, {"input": run(there, {"input": x, **arrays})["output"], **arrays})["output"].copy()
-    real[real == 0] = 0
-    assert_same_bits(run(fake, {"input": x, **arrays})["output"], real)
-
-
-@often
-@given(data=st.data(), element=FLOAT, op=st.sampled_from(["quantize", "fake_quantize"]))
-def test_all_granularities_agree_on_one_scale(data, element, op):
-    limits = data.draw(bounds(ElementKind.S8))
-    x = data.draw(numbers(element, 8))
-    scale, zero_point = data.draw(numbers(element.compute, 1)), data.draw(zero_points(1))
-    sizes = {
-        "per_tensor": ({"numel": 8}, (2, 4), (1,)),
-        "per_channel": ({"shape": (2, 2, 2), "axis": 1}, (2, 2, 2), (2,)),
-        "per_token": ({"n": 2, "d": 4}, (2, 4), (2,)),
-        "per_group": ({"outer_size": 2, "axis_size": 4, "group_size": 2}, (2, 4), (2, 2)),
-    }
-    fields = {"input_element": element, **limits} | ({"output_element": "s8"} if op == "quantize" else {})
-    found = []
-    for granularity, (size, shape, segments) in sizes.items():
-        name = op if (op, granularity) == ("fake_quantize", "per_tensor") else f"{op}_{granularity}"
-        arrays = {"scale": np.broadcast_to(scale, segments), "zero_point": np.broadcast_to(zero_point, segments)}
-        problem = dispatcher().describe(name, **size, **fields)
-        found.append(run(problem, {"input": x.reshape(shape), **arrays})["output"].reshape(-1))
-    for other in found[1:]:
-        assert_same_bits(other, found[0])
-
-
-@often
-@given(data=st.data(), element=FLOAT)
-def test_symmetric_quantization_is_odd(data, element):
-    problem = dispatcher().describe(
-        "dynamic_range", n=1, d=SIZE, q_min=-127, q_max=127, input_element=element, output_element="s8"
-    )
-    x = data.draw(numbers(element, SIZE)).reshape(1, SIZE)
-    plus, minus = run(problem, {"input": x}), run(problem, {"input": -x})
-    assert_same_bits(minus["scale_out"], plus["scale_out"])
-    assert_same_bits(minus["output"], -plus["output"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from harness import emulator
-from harness.binding import Placed, launch_of, ran, run_steps
+from harness.binding import ran
 from support import assert_same_bits, fresh, run
 
 from skuda.kernels.sampling import argmax, log_softmax_at, sample
@@ -76,18 +76,6 @@ def test_ties_and_neighbours_at_the_end_of_what_is_kept(by, spread, element):
     check("sample", problem, inputs, rng)
 
 
-@pytest.mark.parametrize("v", [300, 3 * PART])
-def test_rows_like_those_of_a_model(v):
-    """A few tokens have most of the weight, and thousands a little."""
-    rng = fresh(v)
-    problem = sample.SampleDescriptor(n=6, v=v, input_element="f32", has_top_k=True, has_top_p=True)
-    inputs = sample.draw(problem, "normal", rng) | {"temperature": rng.uniform(0.5, 1.5, 6).astype(np.float32)}
-    inputs["logits"] = (3 * rng.standard_normal((6, v)) + rng.choice([0, -1000, 1e6], (6, 1))).astype(np.float32)
-    inputs["top_k"] = np.array([0, 0, 0, 1, 20, 50], np.int32)
-    inputs["top_p"] = np.array([0.5, 0.95, 0.9999, 0.9, 0.95, 1], np.float32)
-    check("sample", problem, inputs, rng)
-
-
 def test_no_nan_is_lost_whatever_its_sign_and_payload():
     rng = fresh()
     n, v = 4, 700
@@ -144,20 +132,3 @@ def test_the_first_and_the_last_token_and_those_beside_parts_are_drawn(where):
     inputs["logits"][:, hot] = 0
     assert set(run(problem, inputs)["token"].tolist()) <= set(hot)
     check("sample", problem, inputs, rng)
-
-
-def test_rows_may_be_columns_of_wider_ones_that_begin_anywhere():
-    rng = fresh()
-    problem = log_softmax_at.LogSoftmaxAtDescriptor(n=3, v=PART + 5, t=2, input_element="f16")
-    inputs = log_softmax_at.draw(problem, "normal", rng)
-    sku, want = sku_of("log_softmax_at", "f16"), run(problem, inputs)
-    launch = launch_of(sku, problem, KNOWN_DEVICES["h100"])
-    shapes = {argument.name: argument.shape for argument in problem.arguments()}
-    for begin in range(9):
-        placed = {name: Placed(array.shape, array.dtype).fill(array) for name, array in inputs.items()}
-        strides = (2 * (PART + 8 * int(rng.integers(1, 9))), 2)
-        placed["logits"] = Placed(shapes["logits"], np.float16, strides, 2 * begin).fill(inputs["logits"])
-        placed |= {name: Placed(array.shape, array.dtype) for name, array in want.items()}
-        run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
-        for name, array in want.items():
-            assert_same_bits(placed[name].array, array, f"{name} from {begin} on")

@@ -17,7 +17,7 @@ from support import fresh, sampled
 from skuda.dispatch.compile import compilers as compiling
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import Pointer, TensorMap
-from skuda.kernels.linear import direct, hopper, streamed, streamed_tile
+from skuda.kernels.linear import direct, hopper, streamed
 from skuda.registry.device import KNOWN_DEVICES
 
 H200 = KNOWN_DEVICES["h200"]
@@ -49,30 +49,6 @@ def test_every_configuration_covers_the_results_and_fits_the_card():
                 assert math.prod(step.grid) <= H200.sm_count
                 assert split_k == 1 or step.grid[0] == tiles * split_k, "a cluster takes one tile"
                 assert split_k == 1 or not problem.has_weight_zero_point
-
-
-def test_tilings_of_whole_wgmma_are_offered_only_if_the_card_has_room_for_more_tiles():
-    few = streamed_tile.tilings((16, 2384, 3024), 132, 2)
-    assert [tile.rows for tile in few] == [24, 64, 40, 64, 80]
-    assert [tile.rows for tile in streamed_tile.tilings((16, 28672, 4096), 132, 2)] == [112]
-
-
-def test_fewer_blocks_request_more_of_the_weight_ahead():
-    def in_flight(n, split_k):
-        tiles = streamed_tile.tilings((8, n, 16384), 132, 2)
-        return [
-            tile.stages * tile.k_blocks * tile.atoms for tile in tiles if (tile.atoms, tile.split_k) == (8, split_k)
-        ]
-
-    assert [in_flight(64 * blocks, 1) for blocks in (132, 88, 30)] == [[64], [96], [112]]
-    assert [in_flight(64 * blocks, 2) for blocks in (30, 60)] == [[112], [80]], "large clusters have half the memory"
-
-
-def test_a_driver_and_a_data_sheet_give_the_same_bandwidth():
-    for card, wanted in ((H200, 5.0), (KNOWN_DEVICES["h100"], 3.5)):
-        for reported in (card.memory_bandwidth, round(card.memory_bandwidth * 1.02)):
-            assert hopper.bandwidth(card.model_copy(update={"memory_bandwidth": reported})) == wanted
-    assert hopper.bandwidth(H200.model_copy(update={"memory_bandwidth": 0})) == 5.0
 
 
 @pytest.mark.skipif(compiling.find_nvrtc() is None, reason="no NVRTC")

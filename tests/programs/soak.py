@@ -14,7 +14,6 @@ import ast
 import contextlib
 import faulthandler
 import hashlib
-import io
 import json
 import logging
 import os
@@ -47,7 +46,6 @@ from skuda.dispatch.compile.cache import CubinCache, remove
 from skuda.dispatch.compile.member import Key
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry.errors import SkudaError
-from skuda.tools import cli
 
 ROUND, PATIENCE = 4.0, 60.0
 """Seconds that a round works, and seconds after which it counts as hanging."""
@@ -62,12 +60,10 @@ class Fault(AssertionError):
 _armed: list[bool] = []
 
 
-def _interrupt(_: int, frame: object) -> None:
+def _interrupt(_: int, frame: Any) -> None:
     if _armed:
         _armed.clear()
-        # A command has a handler of its own, which notes what C code may hide.
-        handler: Any = signal.getsignal(signal.SIGINT)
-        handler(signal.SIGINT, frame)
+        signal.default_int_handler(signal.SIGINT, frame)
 
 
 def interrupted(work: Callable[[], Any], rng: Rng, tally: Tally, longest: float) -> Any:
@@ -329,78 +325,8 @@ def cache(rng: Rng, tally: Tally, seconds: float) -> None:
         shutil.rmtree(folder)
 
 
-_COMMANDS = (
-    "list",
-    "list --json",
-    "list --op fill --skus",
-    "show fill",
-    "show quantized_linear --json",
-    "explain fill --numel 5 --output-element f32",
-    "explain quantized_linear --m 8 --n 64 --k 64 --device h200 --all",
-    "verify --device cpu --op fill --quick --output {file}",
-    "compile --device h200 --op fill --backend cuda_core",
-    "lock --descriptors {problems} --output {file}",
-    "diff {problems} {problems}",
-    "bench --show {problems}",
-    "cache ls",
-    "cache verify",
-    "cache gc --max-size 1KiB",
-    "cache clear --yes",
-    "doctor",
-)
-_PROBLEM = '[{"op": "fill", "numel": 3, "output_element": "f32"}]'
-_LONG = ("compile", "verify")
-"""Commands that rightly take minutes where a word that limits them is left out."""
-_INTERRUPTED = 130
-_ENDS = {0, 1, 2, _INTERRUPTED}
-
-
-def _spoilt(words: list[str], rng: Rng) -> list[str]:
-    """Leave out, double or replace a word."""
-    if rng.random() < 0.5 or len(words) < 2 or words[0] in _LONG:
-        return words
-    at = int(rng.integers(1, len(words)))
-    nonsense = ("", "-", "--", "x" * 5000, "9" * 5000, "\x1b[31m", "\udcff", "/dev/null", "/", "nan", "--json", "[[[[")
-    return [*words[:at], *[str(rng.choice(nonsense))] * int(rng.integers(2)), *words[at + 1 :]]
-
-
-def commands(rng: Rng, tally: Tally, seconds: float) -> None:
-    """Run commands with words that are wrong, full disks and interrupts: each ends with a status and no traceback."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with tempfile.TemporaryDirectory(prefix="skuda-soak-") as name:
-        os.environ |= {"SKUDA_CACHE_DIR": f"{name}/cache", "HOME": name}
-        problems, end = Path(name) / "problems.json", time.monotonic() + seconds
-        places = {"file": f"{name}/out", "problems": str(problems)}
-        os.chdir(name)  # nonsense may name a file
-        while time.monotonic() < end:
-            nested = "[" * int(rng.choice([0, 1, 100_000]))
-            problems.write_text(nested + str(rng.choice([_PROBLEM, "{}", ""])))
-            words = _spoilt(str(rng.choice(_COMMANDS)).format(**places).split(), rng)
-            os.environ["COLUMNS"] = str(rng.choice([1, 16, 80, 300]))
-            out, err = io.StringIO(), io.StringIO()
-
-            def work() -> int:
-                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # noqa: B023  called at once
-                    return cli.main(words)  # noqa: B023  as above
-
-            asked = f"skuda {' '.join(words)!r:.300}"
-            try:
-                with _full_disk(full=rng.random() < 0.1):
-                    status = interrupted(work, rng, tally, 0.2) if rng.random() < 0.5 else work()
-            except Exception as error:
-                raise Fault(f"a raw {type(error).__name__} from {asked}") from error
-            tally["calls"] += 1
-            tally["interrupts"] += status == _INTERRUPTED
-            if status is not None and status not in _ENDS:
-                raise Fault(f"{asked} ended with {status}: {err.getvalue()[-2000:]}")
-            if "Traceback" in err.getvalue():
-                raise Fault(f"{asked} printed a traceback: {err.getvalue()[-2000:]}")
-            if status == 2 and len(err.getvalue()) > 4000:
-                raise Fault(f"{asked} printed {len(err.getvalue())} characters: {err.getvalue()[:300]}")
-
-
 SCENARIOS: dict[str, Callable[[Rng, Tally, float], None]] = {
-    scenario.__name__: scenario for scenario in (values, mistakes, cache, commands)
+    scenario.__name__: scenario for scenario in (values, mistakes, cache)
 }
 
 

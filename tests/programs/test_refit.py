@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -11,13 +10,9 @@ import refit
 from paths import ROOT
 from products import static
 from support import fresh
-from tile_times import laid_out, sets_of, write
+from tile_times import sets_of
 
-from skuda.dispatch.select.environment import Environment
-from skuda.dispatch.select.tuning import Candidate, Timing, Tuning, TuningEntry
-from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.linear import streamed, warpgroup
-from skuda.kernels.linear.warpgroup_tile import TILES
 from skuda.registry.device import KNOWN_DEVICES
 
 EVIDENCE = {card: ROOT / f"docs/evidence/{card}-tiles.json" for card in ("h200", "h100")}
@@ -59,66 +54,6 @@ def test_a_launch_rule_predicts_as_refit_does(kernel, card):
         choices = {choice.name: choice.microseconds for choice in module.launch(static(m, n, k), device).choices}
         for name, own, predicted in refit.KERNELS[kernel](times, (m, n, k)):
             assert choices[name] == pytest.approx(predicted(costs[own])), (name, m, n, k)
-
-
-@pytest.mark.parametrize("kernel", ["warpgroup", "streamed"])
-def test_a_fit_finds_the_costs_that_times_come_from(kernel, tmp_path, capsys):
-    times = next(times for card, times in SETS if (card, times["kernel"]) == ("h100", kernel))
-    true = {
-        name: dict(costs)
-        for name, costs in shipped(f"{kernel}.h100").items()
-        if kernel == "streamed" or "64 x 64" in name
-    }
-    shapes = []
-    for m, n, k, *_ in times["shapes"][::2]:
-        of = refit.KERNELS[kernel](times, (m, n, k))
-        us = [
-            (times["configurations"].index(name), predicted(true[own]))
-            for name, own, predicted in of
-            if own in true and name in times["configurations"]
-        ]
-        shapes.append([m, n, k, *(value for pair in us for value in pair)])
-    record, output = tmp_path / "times.json", tmp_path / "costs.json"
-    write(record, [{**times, "shapes": shapes, "held": False}])
-    kept = {"note": "kept", "tiles": {}}
-    output.write_text(laid_out(kept))
-    refit.main([kernel, str(record), "--held", str(record), "--output", str(output)])
-    said = capsys.readouterr().out
-    assert re.findall(r"(\d+) shapes (fitted|held out): loss (-?\d+\.\d\d)%", said)[0][0] == str(len(shapes))
-    assert all(abs(float(loss)) < 0.05 for loss in re.findall(r"loss (-?\d+\.\d\d)%", said))
-    found = json.loads(output.read_text())
-    assert found["note"] == "kept"
-    found = found["tiles"] if kernel == "warpgroup" else found
-    for name, costs in true.items():
-        for cost in ("launch", "load") if kernel == "warpgroup" else ("launch", "box", "memory", "direct_round"):
-            assert found[name][cost] == pytest.approx(costs[cost], rel=0.1), (name, cost)
-
-
-def test_times_of_tune_are_read_and_recorded(tmp_path):
-    sku = next(sku for sku in built_in_registry().skus_of("smoothquant_linear") if sku.variant == "warpgroup")
-    timings = [Timing(median=us, p10=us, p90=us, best=us, rounds=20) for us in (12.344, 9.5)]
-    candidates = [
-        Candidate(sku=sku.id, choice=str(tile), source_hash="0" * 64, timing=timing)
-        for tile, timing in zip(TILES, timings, strict=False)
-    ]
-    problem = static(256, 512, 1024)
-    entry = TuningEntry(
-        problem=problem.model_dump(mode="json"), date="2026-01-02", seed=1, candidates=tuple(candidates)
-    )
-    environment = Environment(device=KNOWN_DEVICES["h200"], driver="580.65 (CUDA 13.0)", skuda="0.1.0")
-    tuned, record = tmp_path / "tuned.json", tmp_path / "record.json"
-    Tuning(environment=environment, entries=(entry,)).save(tuned)
-    (times,) = sets_of(tuned, "warpgroup", held=True)
-    assert times["shapes"] == [[256, 512, 1024, 0, 12.34, 1, 9.5]]
-    assert times["configurations"] == [str(tile) for tile in TILES[:2]]
-    assert sets_of(tuned, "streamed") == []
-    write(record, [times])
-    assert sets_of(record, "warpgroup") == [times]
-    other = {**times, "kernel": "streamed"}
-    write(record, [other])
-    assert sets_of(record, "") == [other, times], "the sets of another kernel stay"
-    losses = refit.losses("warpgroup", [times], shipped("warpgroup.h200"))
-    assert losses.tolist() in ([1.0], [12.34 / 9.5])
 
 
 def test_costs_that_choose_badly_have_a_large_loss():

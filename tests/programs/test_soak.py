@@ -10,12 +10,8 @@ from paths import TESTS
 from support import SEED, sampled
 
 RUN, DESCRIBE = "numpy.HostRunner.run", "dispatcher.Dispatcher.describe"
-SELDOM = """
-lambda *given, right=numpy.HostRunner.run: right(*given) if random.random() < 0.9 else np.float32(3)
-""".strip()
 PLANTED = {
     "a wrong value": ("values", RUN, "lambda *_: np.float32(3)", "Error"),
-    "a wrong value once in a while": ("values", RUN, SELDOM, "Error"),
     "a hang": ("values", "planner.Planner._made", "lambda *_: time.sleep(1000)", "Timeout"),
     "a raw error": ("mistakes", DESCRIBE, "lambda *_, **__: {}['raw']", "Fault: a raw KeyError"),
     "an error that is too long": ("mistakes", DESCRIBE, "refusing", "Fault: a long or unprintable error"),
@@ -25,10 +21,6 @@ PLANTED = {
         "lambda *_, **__: cache.Found(b'')",
         "Fault: the cache gave another",
     ),
-    "a cache that raises": ("cache", "cache.CubinCache.survey", "lambda self: [][0]", "IndexError"),
-    "a traceback": ("commands", "cli.main", "lambda _: sys.stderr.write('Traceback') and 1", "printed a traceback"),
-    "a raw error of a command": ("commands", "cli.main", "lambda _: 1 / 0", "Fault: a raw ZeroDivisionError"),
-    "another status": ("commands", "cli.main", "lambda _: 77", "ended with 77"),
 }
 PLANT = """
 import random, sys, time
@@ -38,12 +30,11 @@ from skuda.dispatch import dispatcher, planner
 from skuda.dispatch.backends import numpy
 from skuda.dispatch.compile import cache
 from skuda.registry.errors import InvalidProblem
-from skuda.tools import cli
 
 def refusing(*_, **__):
     raise InvalidProblem("x" * 9000, "y", "z", "w")
 
-soak.PATIENCE = 2
+soak.PATIENCE = {patience}
 {target} = {fault}
 print(soak.one_round({scenario!r}, [{seed}, 1], 1.0))
 """
@@ -54,16 +45,7 @@ def _soak(*words):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.full
-@pytest.mark.long
-def test_nothing_goes_wrong_in_a_minute_of_faults():
-    done = _soak("--seconds", "60")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for counted in ("calls", "interrupts", "forks", "refused", "damages"):
-        assert f" {counted}" in done.stdout
-
-
-@pytest.mark.parametrize("scenario", sampled(["values", "mistakes", "cache", "commands"], 2))
+@pytest.mark.parametrize("scenario", sampled(["values", "mistakes", "cache"], 1))
 def test_a_short_round_of_each_scenario_finds_nothing(scenario):
     done = _soak("--seconds", "1", "--jobs", "1", "--only", scenario)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +55,9 @@ def test_a_short_round_of_each_scenario_finds_nothing(scenario):
     ("scenario", "target", "fault", "seen"), sampled([pytest.param(*it, id=name) for name, it in PLANTED.items()], 1)
 )
 def test_a_planted_fault_makes_a_round_fail(scenario, target, fault, seen):
-    code = PLANT.format(scenario=scenario, target=target, fault=fault, seed=SEED)
+    # The other scenarios end by themselves; one of them first loads torch.
+    patience = 2 if scenario == "values" else 60
+    code = PLANT.format(scenario=scenario, target=target, fault=fault, seed=SEED, patience=patience)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=TESTS / "programs", capture_output=True, text=True, check=False
     )

@@ -23,7 +23,6 @@ from skuda.torch import (
     frozen_linear,
     fuse_,
     linear_dynamic,
-    linear_scaled,
     mixed_linear,
     prepare,
     quantize_,
@@ -169,28 +168,6 @@ def test_a_module_refuses_what_is_no_tensor(warm, value):
                     module(value)
 
 
-@IGNORED
-@pytest.mark.parametrize("kind", ["torch.sparse_coo", "torch.sparse_csr"])
-def test_a_module_refuses_sparse_tensors(kind):
-    layers = DynamicLinear(W, SCALE), StaticLinear(W, SCALE, input_scale=torch.ones(1))
-    for layer in layers:
-        layer(X)
-        with pytest.raises(InvalidProblem, match=f"must be dense: .* had a tensor that is {kind}"):
-            layer(OTHERS[kind](X))
-
-
-@pytest.mark.parametrize("value", [X.tolist(), X.numpy()], ids=["list", "array"])
-def test_a_function_refuses_what_is_no_tensor(value):
-    good = {"input": X, "weight_q": W, "weight_scale": SCALE}
-    for name, named in (("input", "activation"), ("weight_q", "weight_q"), ("weight_scale", "weight_scale")):
-        with pytest.raises(InvalidProblem, match=f"quantized_linear: {named} must be a tensor of torch"):
-            linear_dynamic(**good | {name: value})
-    with pytest.raises(InvalidProblem, match="scaled_linear: act_scale must be a tensor of torch"):
-        linear_scaled(CODES, value, W, SCALE)
-    with pytest.raises(RuntimeError, match="for argument 'activation' but instead found type"):  # torch's own words
-        SKUDA.quantized_linear(value, W, SCALE)
-
-
 NOT = (None, "a", 2.5, True, [1], {}, -1, 2**70, float("nan"), object(), X.to(torch.complex64), X.to_sparse(), X[:0])
 """What few arguments take."""
 
@@ -310,12 +287,6 @@ def test_an_op_that_writes_in_place_needs_each_of_its_arguments():
         SKUDA.rope_quantize_append(*values[:-1], None, heads=2)
     with pytest.raises(RuntimeError, match="missing value for argument 'v_scale'"):  # torch's own words
         SKUDA.rope_quantize_append(*values[:-1], heads=2)
-
-
-def test_a_cache_needs_a_config():
-    for value in NOT:
-        with pytest.raises(InvalidProblem, match="Int8Cache: config must be that of a model"):
-            cache(config=value)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")

@@ -12,7 +12,7 @@ from skuda.kernels.attention import attention
 from skuda.kernels.quantize import norm
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, Mixed, quantize_
-from skuda.torch.certification import certify, first_layers
+from skuda.torch.certification import certify
 from skuda.torch.exact import exact_
 from skuda.torch.ways import LEFT, batches, run
 
@@ -124,18 +124,6 @@ def test_another_model_in_training_is_found():
     assert [way.name for way in found.ways if not way.same] == ["in training"]
     missing = certify(served, prompts(rng, 9), batch=2, compiler="", others={"elsewhere": lambda _: {}})
     assert [way.note for way in missing.ways if not way.same] == ["prompt 0 has no result"]
-
-
-def test_the_first_layers_are_the_same_model_with_less():
-    rng = fresh("layers")
-    model = exact(rng, num_hidden_layers=3)
-    ids = torch.from_numpy(rng.integers(64, size=(1, 9)))
-    first = first_layers(model, 2)
-    assert (len(first.model.layers), len(model.model.layers), first.config.num_hidden_layers) == (2, 3, 2)
-    with torch.no_grad():
-        want = first(ids, use_cache=False).logits
-        del model.model.layers[2]
-        assert torch.equal(model(ids, use_cache=False).logits, want)
 
 
 @pytest.mark.parametrize(

@@ -351,18 +351,6 @@ def test_a_weight_has_one_scale_or_a_vector_of_them(shape, saved):
     assert_loads(folder, net)
 
 
-def test_a_layer_keeps_the_attributes_of_its_users(saved):
-    _, folder = saved
-    net = Net()
-    net.block["up"].mark = net.block["down"].mark = mark = object()
-    load_(net, folder)
-    load_(net, folder)
-    assert net.block["up"].mark is net.block["down"].mark is mark
-    net = Net()
-    net.block["up"].codes = 3
-    refused(folder, "codes must have another name: StaticLinear needs this one", net)
-
-
 @pytest.mark.parametrize(
     ("targets", "ignore", "found"),
     [
@@ -407,17 +395,6 @@ def test_every_matrix_of_floats_is_ignored_by_name(tmp_path):
     assert set(ignore) == {"block.down", "head", "router", r"re:(.*\.)?experts(\..*)?$"}
     layers = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC),), tuple(ignore)).layers(net)
     assert [name for name, *_ in layers] == ["block.up"]
-
-
-def test_what_an_int8_layer_shares_is_stored_for_both(tmp_path):
-    """As the bias of a head of BERT."""
-    net, other = (drawn(fresh(), up="dynamic") for _ in range(2))
-    for each in (net, other):
-        each.bias = nn.Parameter(torch.ones(40))
-    net.block["up"].bias = net.bias.detach()
-    save(net, tmp_path)
-    load_(other, tmp_path)
-    assert_same(net, other, fresh())
 
 
 def test_a_layer_that_cannot_be_replaced_is_refused_by_its_name(saved):
@@ -569,15 +546,6 @@ def test_a_failed_write_leaves_the_files_as_they_were(saved, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         save(drawn(fresh("other"), up="dynamic"), folder)
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_parts_of_a_tensor_are_stored_as_tensors(tmp_path):
-    rng = fresh()
-    net = drawn(rng, up="dynamic")
-    both = torch.from_numpy(rng.standard_normal((2, 24)).astype("float32"))
-    net.norm.weight, net.norm.bias = nn.Parameter(both[0]), nn.Parameter(both[1])
-    save(net, tmp_path)
-    assert_loads(tmp_path, net)
 
 
 def test_the_package_imports_neither_transformers_nor_safetensors():

@@ -109,15 +109,6 @@ def test_layers_in_training_keep_their_parameters(config):
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
 
 
-def test_a_layer_with_two_names_stays_one():
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    model["c"] = model["a"]
-    quantize_(model, Dynamic())
-    assert set(dequantize_(model).converted) == {"a", "b"}
-    assert model["c"] is model["a"]
-    assert type(model["c"]) is nn.Linear
-
-
 def _hook(layer):
     layer.register_forward_hook(lambda *_: None)
 

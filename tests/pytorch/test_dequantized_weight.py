@@ -12,7 +12,6 @@ from support import fresh
 from tensors import GatedMLP, assert_same, copies, normal, same
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
 from skuda.dispatch.shard import Shards, on_ranks
@@ -96,14 +95,6 @@ def test_it_is_the_weight_that_multiplies_the_input(make, dtype):
         )
 
 
-def test_codes_of_any_layout_give_a_dense_weight():
-    rng = fresh()
-    transposed = torch.from_numpy(rng.integers(-127, 128, (K, N), "int8")).t()
-    layer = DynamicLinear(transposed, torch.ones(N))
-    assert layer.weight.stride() == layer.weight.clone().stride() == (K, 1)
-    assert_same(layer.weight.view(-1).clone(), transposed.reshape(-1).float())
-
-
 def test_nothing_is_computed_until_values_are_read(monkeypatch):
     layer, made = drawn(), []
     monkeypatch.setattr(
@@ -150,15 +141,6 @@ def test_reading_gives_what_an_ordinary_tensor_gives(read, recorded):
     assert_same(found, want)
     with torch.inference_mode():
         assert_same(read(layer.weight), want)
-
-
-def test_gradients_pass_through_it_to_others():
-    layer = drawn()
-    x = normal(fresh(), 3, K).requires_grad_()
-    linear(x, layer.weight).square().sum().backward()
-    found, x.grad = x.grad, None
-    linear(x, layer.weight.clone()).square().sum().backward()
-    assert_same(found, x.grad)
 
 
 def _set(name, value):
@@ -242,17 +224,6 @@ def test_the_dtype_is_that_of_the_float_layer_and_follows_casts():
         assert_same(layer.weight_q, before)
     assert layer.to("meta").weight.is_meta
     assert layer.to_empty(device="cpu").weight.dtype is DTYPES[-1]
-
-
-def test_layers_without_values():
-    layer = drawn(dtype=torch.bfloat16).to("meta")
-    assert (layer.weight.device.type, layer.weight.dtype) == ("meta", torch.bfloat16)
-    assert linear(torch.empty(3, K, dtype=torch.bfloat16, device="meta"), layer.weight).shape == (3, N)
-    with FakeTensorMode():
-        fake = DynamicLinear(torch.zeros(N, K, dtype=torch.int8), torch.ones(N))
-        assert linear(torch.ones(3, K), fake.weight).shape == (3, N)
-    with torch.device("meta"):
-        assert drawn().weight.device.type == "cpu"
 
 
 class Reader(nn.Module):

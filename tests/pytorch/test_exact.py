@@ -39,7 +39,7 @@ def same(got, want):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_token_has_the_same_logits_alone_in_a_batch_in_parts_and_in_training(family, config):
+def test_a_token_has_the_same_logits_in_every_way(family, config):
     rng = fresh(family, config)
     plain = decoders.small(family, rng, tie_word_embeddings=bool(rng.integers(2)))
     served, model = exact(copy.deepcopy(plain)), exact(copy.deepcopy(plain), config)
@@ -103,25 +103,6 @@ def test_a_server_shows_what_is_not_finite_where_its_trainer_does(family, value)
             assert same(got.nan_to_num(), want[:, : got.shape[1]].nan_to_num()), name
         for each in others:
             each.copy_(before)
-
-
-@pytest.mark.parametrize("config", ["Mixed", "FakeQuant"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_near_those_of_the_float_model(family, config):
-    rng = fresh(family, config)
-    plain = decoders.small(family, rng).float()
-    model = exact(copy.deepcopy(plain), config)
-    plain.set_attn_implementation("sdpa")
-    ids, mask, positions = padded(rng, [30, 21])
-    gradients = []
-    for each in (plain, model):
-        found = logits(each, ids, attention_mask=mask, position_ids=positions)[mask == 1]
-        nn.functional.cross_entropy(found, ids[mask == 1]).backward()
-        gradients.append([parameter.grad for parameter in each.parameters()])
-        assert all(grad.isfinite().all() and grad.any() for grad in gradients[-1])
-    for want, got in zip(*gradients, strict=True):
-        if want.norm() > 0.05 * max(each.norm() for each in gradients[0]):  # others are mostly rounding
-            assert (got - want).norm() < 0.25 * want.norm()
 
 
 @torch.no_grad()

@@ -7,8 +7,6 @@ import torch
 from support import fresh
 
 from skuda.torch import (
-    CodesLinear,
-    StaticLinear,
     linear_codes,
     linear_dynamic,
     linear_scaled,
@@ -57,15 +55,3 @@ def test_codes_are_those_of_the_real_output(layer, element):
     got = linear_codes(codes, scale, *weight, step, zero, epilogue="bias_relu", output_element=element)
     assert got.dtype is want.dtype
     assert torch.equal(got, want)
-
-
-def test_a_chain_of_modules_is_a_chain_of_functions(layer):
-    x, *weight = layer.values()
-    scale, step = torch.rand(1) + 0.01, torch.rand(1) + 0.5
-    second = torch.randint(-127, 128, (3, weight[0].shape[0]), dtype=torch.int8), torch.rand(3), None
-    first = CodesLinear(*weight, input_scale=scale, output_scale=step, epilogue="bias_relu")
-    last = CodesLinear(*second, input_scale=step, output_element="f32")
-    codes = StaticLinear(*weight, input_scale=scale).codes(x)
-    zero = torch.zeros(1, dtype=torch.int32)
-    between = linear_codes(codes, scale, *weight, step, zero, epilogue="bias_relu")
-    assert torch.equal(last(first(codes)), linear_static(between, step, *second, output_element="f32"))

@@ -18,7 +18,6 @@ import skuda
 from skuda.registry.errors import InvalidProblem
 from skuda.tools.studies import llama
 from skuda.torch import DynamicLinear, StaticLinear, fuse_
-from skuda.torch.coded import coded_linear
 from skuda.torch.fused_modules import FusedAttention, FusedDecoderLayer, FusedGatedMLP
 from skuda.torch.joined import Part
 from skuda.torch.tensor_op import TensorOp
@@ -156,9 +155,9 @@ PARTS = [
 
 
 @pytest.mark.parametrize("rows", sampled([(2, 1), (1, 4), (3, 1)]))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", sampled(DTYPES, 2))
 @pytest.mark.parametrize(("norm", "act"), PARTS)
-def test_a_fused_stack_has_the_bits_of_the_ops_one_by_one_in_numpy(norm, act, dtype, rows):
+def test_a_fused_stack_has_the_bits_of_numpys_ops(norm, act, dtype, rows):
     rng = fresh("numpy", dtype, rows)
     model = stack(rng, dtype, change=change_parts(norm, act, bias=bool(rng.integers(2))))
     positions = rows[1] if rows[1] > 1 else 5
@@ -191,21 +190,8 @@ def test_a_warm_fused_stack_runs_nothing_but_launches(requires_grad, monkeypatch
         assert same(forward(model), want)
 
 
-def test_modules_with_their_own_forward_as_an_attribute_are_fused():
-    rng = fresh("own")
-    model = stack(rng)
-    fused = copy.deepcopy(model)
-    for module in fused.modules():
-        module.forward = module.forward
-    run = call(rng, model)
-    assert not fuse_(fused).left
-    fuse_(model)
-    assert same(run(fused), run(model))
-    assert "forward" not in vars(fused.layers[0].mlp)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_fused_stack_is_as_close_to_the_real_numbers_as_an_unfused_one(dtype):
+def test_a_fused_stack_is_as_close_as_an_unfused_one(dtype):
     """Norms and gates round at other places, by units of the dtype; that is less than what int8 changes."""
     rng = fresh("close", dtype)
     real = vary(llama.drawn(llama.LlamaStack, SIZES, seed=int(rng.integers(1 << 30)), dtype=dtype), rng)
@@ -348,23 +334,10 @@ def test_casts_keep_scales():
     assert {one.dtype for name, one in model.state_dict().items() if "scale" in name} == {torch.float32}
 
 
-def test_training_mode_changes_nothing():
-    rng = fresh("mode")
-    model = stack(rng)
-    run = call(rng, model)
-    assert not fuse_(model.eval()).left
-    want = run(model)
-    assert not any(module.training for module in model.modules())
-    assert same(run(model.train()), want)
-    assert all(module.training for module in model.modules())
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("compile_with", [None, "aot_eager"])
+@pytest.mark.parametrize("compile_with", sampled([None, "aot_eager"]))
 @pytest.mark.parametrize(("norm", "act"), PARTS)
-def test_a_fused_layer_has_the_same_bits_and_the_gradients_of_the_original_where_gradients_are_recorded(
-    norm, act, compile_with
-):
+def test_a_fused_layer_has_the_gradients_of_the_original(norm, act, compile_with):
     rng = fresh("gradients", compile_with)
     layer = stack(rng, torch.float32, change=change_parts(norm, act, bias=True)).layers[0]
     fused = copy.deepcopy(layer)
@@ -388,15 +361,6 @@ def test_a_fused_layer_has_the_same_bits_and_the_gradients_of_the_original_where
         assert (got - one).norm() < 0.05 * one.norm()
     with torch.no_grad():
         assert same(fused(x, angles=angles), want)
-
-
-def test_a_second_derivative_of_a_product_of_codes_is_refused():
-    rows = torch.ones(1, 4, requires_grad=True)
-    codes, scale = torch.ones(1, 4, dtype=torch.int8), torch.ones(1)
-    y = coded_linear(rows, codes, scale, torch.ones(2, 4, dtype=torch.int8), torch.ones(2))
-    (gradient,) = torch.autograd.grad(y.square().sum(), rows, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        gradient.sum().backward()
 
 
 def test_autocast_is_that_of_the_original():
@@ -676,10 +640,6 @@ def with_forward(path):
     return lambda layer: setattr(layer.get_submodule(path), "forward", lambda x: -x)
 
 
-def deleted(layer):
-    layer.mlp.register_module("act_fn", None)
-
-
 PARTS_HOOKED = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "act_fn", "down_proj")]
 PARTS_HOOKED += [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
 PARTS_HOOKED += ["input_layernorm", "post_attention_layernorm", "mlp"]
@@ -711,7 +671,7 @@ SENT |= {
 
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("case", sampled(SENT, 12))
-def test_what_is_done_to_the_parts_of_a_fused_layer_is_done_by_the_original_with_one_warning(case, copied):
+def test_a_fused_layer_whose_parts_changed_runs_the_original(case, copied):
     rng = fresh("sent", case)
     layer = stack(rng).layers[0]
     fused = copy.deepcopy(layer)
@@ -738,7 +698,7 @@ def test_what_is_done_to_the_parts_of_a_fused_layer_is_done_by_the_original_with
 
 
 @pytest.mark.parametrize("path", sampled(PARTS_HOOKED, 4))
-def test_a_hook_sees_what_it_saw_before_and_a_module_without_it_is_fused_again(path):
+def test_a_hook_sees_what_it_saw_before_fusing(path):
     rng = fresh("seen", path)
     layer = stack(rng).layers[0]
     fused = copy.deepcopy(layer)
@@ -763,49 +723,6 @@ def test_a_hook_sees_what_it_saw_before_and_a_module_without_it_is_fused_again(p
     assert (got.float() - got_fused.float()).norm() < 0.1 * got.float().norm()
 
 
-@pytest.mark.parametrize("path", ["mlp.act_fn", "input_layernorm", "mlp.gate_proj"])
-def test_a_backward_hook_runs(path):
-    rng = fresh("backward", path)
-    layer = stack(rng, torch.float32).layers[0]
-    fuse_(layer)
-    ran = []
-    layer.get_submodule(path).register_full_backward_hook(lambda *_: ran.append(1))
-    x, angles = drawn(rng, 1, 3, SIZES.hidden), llama.angles_of(SIZES, torch.arange(3), torch.float32)
-    with pytest.warns(UserWarning, match="has hooks"):
-        layer(x.requires_grad_(), angles).sum().backward()
-    assert ran == [1]
-
-
-def test_a_hook_after_the_attention_sees_what_it_saw_and_the_layer_stays_fused():
-    rng = fresh("attention hook")
-    layer = stack(rng).layers[0]
-    fuse_(layer)
-    x, angles = (
-        drawn(rng, 2, 3, SIZES.hidden, dtype=torch.bfloat16),
-        llama.angles_of(SIZES, torch.arange(3), torch.bfloat16),
-    )
-    with torch.no_grad():
-        want, seen = layer(x, angles), []
-        layer.self_attn.register_forward_hook(lambda _, given, got: seen.append((given, got[0].shape)))
-        assert same(layer(x, angles), want)
-    assert seen == [((), x.shape)]
-
-
-def test_an_int8_layer_in_the_place_of_another_is_used():
-    rng = fresh("place")
-    mlp, other = stack(rng).layers[0].mlp, stack(rng).layers[0].mlp.down_proj
-    wanted = copy.deepcopy(mlp)
-    wanted.down_proj = other
-    fuse_(wanted)
-    fuse_(mlp)
-    mlp.down_proj = other
-    x = drawn(rng, 3, SIZES.hidden, dtype=torch.bfloat16)
-    assert same(mlp(x), wanted(x))
-    other.register_forward_hook(print)
-    with pytest.warns(UserWarning, match="down_proj has hooks"):
-        mlp(x)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_compiled_layer_with_a_hook_runs_the_original():
     rng = fresh("compiled hook")
@@ -820,7 +737,7 @@ def test_a_compiled_layer_with_a_hook_runs_the_original():
     torch._dynamo.reset()
 
 
-def test_hooks_of_all_modules_see_all_modules_and_are_a_reason_not_to_fuse():
+def test_global_hooks_are_a_reason_not_to_fuse():
     rng = fresh("global")
     layer = stack(rng).layers[0]
     fused = copy.deepcopy(layer)

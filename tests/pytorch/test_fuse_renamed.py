@@ -15,7 +15,6 @@ from skuda.torch import Dynamic, fuse_, quantize_
 from skuda.torch.fused_modules import Fused
 
 SIZES = llama.LlamaSizes(hidden=48, intermediate=72, heads=4, kv_heads=2, layers=1)
-NAME = "new_name"
 
 
 class Attention(llama.LlamaAttention):
@@ -43,18 +42,6 @@ class OfTheInput(Attention):
 
 class OfNothing(Attention):
     @deprecation.deprecate_kwarg("past", "99.0")
-    def forward(self, hidden_states, angles=None, cache=None, positions=None):
-        return self.o_proj(self.q_proj(hidden_states)), self.k_proj(hidden_states) + self.v_proj(hidden_states)
-
-
-class Raising(Attention):
-    @deprecation.deprecate_kwarg("past", "99.0", new_name="cache", raise_if_both_names=True)
-    def forward(self, hidden_states, angles=None, cache=None, positions=None):
-        return self.o_proj(self.q_proj(hidden_states)), self.k_proj(hidden_states) + self.v_proj(hidden_states)
-
-
-class Computed(Attention):
-    @deprecation.deprecate_kwarg("past", "99.0", new_name=NAME and "cache")
     def forward(self, hidden_states, angles=None, cache=None, positions=None):
         return self.o_proj(self.q_proj(hidden_states)), self.k_proj(hidden_states) + self.v_proj(hidden_states)
 
@@ -110,8 +97,6 @@ def test_layers_with_former_names_are_fused_and_take_them():
     [
         (OfTheInput, "may take states in the place of hidden_states"),
         (OfNothing, "may take past in the place of nothing"),
-        (Raising, "may take past in the place of cache"),
-        (Computed, "a decorator with other than literal arguments"),
         (Decorated, "not a plain method of an input"),
     ],
 )

@@ -97,7 +97,7 @@ def best_symmetric(codes):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_scale_of_a_symmetric_weight_is_better_and_its_scales_are_read_exactly(size):
+def test_no_scale_of_a_symmetric_weight_is_better(size):
     rng = fresh(size)
     weight = weight_of(rows(rng, 28, 200)) * float(rng.uniform(0.01, 2))
     weight[3], weight[4] = 0, float(rng.standard_normal())
@@ -138,23 +138,6 @@ def test_a_weight_of_few_values_is_exact(size, values):
     assert torch.equal(made.channel_scale, scale)
     if len(values) == 1:
         assert not made.group_scale.any()
-
-
-def test_a_row_of_zeros_has_codes_of_zero():
-    made = int4_weight(torch.zeros(3, 130))
-    assert not made.codes().any()
-    assert not made.group_scale.any()
-    assert made.channel_scale.tolist() == [1, 1, 1]
-
-
-def test_an_outlier_costs_only_its_group():
-    rng = fresh()
-    weight = torch.from_numpy(rng.standard_normal((8, 512)).astype(np.float32))
-    weight[:, 5] = 30
-    made = int4_weight(weight, 64)
-    errors = (made.codes() * made.channel_scale[:, None] - weight).square().view(8, 8, 64).sum(2)
-    assert (4 * errors[:, 1:] < errors[:, :1]).all()
-    assert (made.group_scale[:, 1:] < made.group_scale[:, :1]).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -275,22 +258,6 @@ def test_other_scales_are_rounded_to_the_best_multiples(size, shifted):
         ]
         assert errors[n] == pytest.approx(min(tries), rel=1e-9)
         assert unit[n] in fractions
-
-
-def test_groups_and_rows_without_values_cost_nothing():
-    """The scale of a group of zeros says nothing; neither does one that is 0."""
-    levels = torch.zeros(3, 128, dtype=torch.int8)
-    levels[0, :32], levels[2, 96:] = 5, -8
-    scales = torch.full((3, 4), 1e30)
-    scales[0, 0], scales[2, 3] = 0.3, 0
-    made, difference = from_grouped(levels, scales)
-    assert difference == 0
-    want = torch.zeros(3, 128)
-    want[0, :32] = 5 * scales[0, 0]
-    assert torch.equal(made.codes() * made.channel_scale[:, None], want)
-    for shape in ((0, 64), (4, 0)):
-        made, difference = from_grouped(torch.zeros(shape, dtype=torch.int8), torch.ones(shape[0], shape[1] // 64))
-        assert (made.codes().shape, difference) == (shape, 0)
 
 
 @pytest.mark.parametrize(

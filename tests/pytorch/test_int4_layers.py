@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import decoders
 import pytest
@@ -12,7 +11,6 @@ import transformers
 from support import fresh
 from tensors import GatedMLP, copies, normal, same
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import (
@@ -22,15 +20,12 @@ from skuda.torch import (
     StaticLinear,
     dequantize_,
     fuse_,
-    fused_backend,
     load_,
     quantize_,
     save,
 )
 from skuda.torch.exact import exact_
 from skuda.torch.int4 import int4_linear, int4_weight
-from skuda.torch.nonfinite import propagates
-from skuda.torch.replaceable_layers import as_linear, original_of
 from skuda.torch.transformers import SkudaConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -166,30 +161,6 @@ def test_a_state_of_another_width_is_refused(own):
         model.load_state_dict(other.state_dict())
 
 
-def test_filters_mix_both_widths_and_other_groups():
-    rng = fresh()
-    model = nn.ModuleDict({name: drawn(rng, n=32, k=128) for name in "abc"})
-    quantize_(model, Dynamic(weights="int4"), lambda _, name: name == "a")
-    quantize_(model, Dynamic(weights="int4", group_size=32), lambda _, name: name == "b")
-    report = quantize_(model, Dynamic())
-    assert report.converted == {"c": "DynamicLinear"}
-    assert [model[name].group_size for name in "abc"] == [128, 32, None]
-    assert model["a"].weight_q.numel() < model["c"].weight_q.numel()
-
-
-def test_a_layer_that_propagates_returns_nan_for_its_row():
-    rng = fresh()
-    model = packed(nn.Sequential(drawn(rng, k=40, n=20)), nonfinite="propagate")
-    x = normal(rng, 3, 40)
-    with torch.no_grad():
-        want = in_int8(model[0])(x)
-        x[1, int(rng.integers(40))] = torch.inf
-        found = model(x)
-    assert propagates(model[0])
-    assert found[1].isnan().all()
-    assert same(found[::2], want[::2])
-
-
 @pytest.mark.parametrize(
     ("given", "error"),
     [
@@ -268,30 +239,6 @@ def test_layers_that_cannot_be_joined_stay_apart():
         fuse_(mixed)
 
 
-def test_graphs_share_codes_and_keep_the_bits():
-    rng = fresh()
-    mlp = packed(GatedMLP(40, 64))
-    want = spread(mlp)
-    x = normal(rng, 3, 40)
-    for bits in ("eager", "fused"):
-        with torch.no_grad():
-            found, other = (torch.compile(each, backend=fused_backend(bits=bits))(x) for each in (mlp, want))
-        assert same(found, other)
-
-
-def test_exact_models_are_those_of_the_same_codes():
-    rng = fresh()
-    model = packed(decoders.small("Llama", rng))
-    want = spread(model)
-    exact_(model)
-    exact_(want)
-    ids = torch.from_numpy(rng.integers(1, 64, (2, 9)))
-    with torch.no_grad():
-        found = model(ids, use_cache=False).logits
-        assert same(found, want(ids, use_cache=False).logits)
-        assert same(model(ids[:1], use_cache=False).logits, found[:1])
-
-
 def same_states(one, other):
     return one.keys() == other.keys() and all(same(tensor, other[name]) for name, tensor in one.items())
 
@@ -339,43 +286,6 @@ def test_a_fused_model_loads_weights_of_its_own_width_and_groups(saved):
             load_(model, folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda config, _: config.update(quant_method="compressed-tensors"), "format must be"),
-        (lambda _, group: group.update(format="int-quantized"), "tensor .*weight must be torch.int8 of shape"),
-        (lambda _, group: group["weights"].update(group_size=64), "tensor .*weight must be torch.uint8 of shape"),
-        (lambda _, group: group["weights"].update(group_size=48), "group_size must be 32 or 64 or 128"),
-        (lambda _, group: group["weights"].update(num_bits=8), "num_bits must be 4"),
-        (lambda _, group: group["weights"].update(symmetric=True), "symmetric must be false"),
-        (lambda _, group: group["input_activations"].update(dynamic=False), 'strategy must be "tensor"'),
-    ],
-)
-def test_a_scheme_of_4_bits_that_is_not_served_is_refused_by_its_name(change, error, saved):
-    folder, _ = saved
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    fields = config["quantization_config"]
-    change(fields, fields["config_groups"]["group_0"])
-    file.write_text(json.dumps(config))
-    with pytest.raises(InvalidRecord, match=error):
-        load_(blocks(), folder)
-
-
-def test_a_conv1d_becomes_a_layer_of_4_bits(tmp_path):
-    rng = fresh()
-    model, again = (nn.ModuleDict({"a": Conv1D(21, 40)}) for _ in range(2))
-    with torch.no_grad():
-        model["a"].weight.copy_(normal(rng, 40, 21))
-    linear = as_linear(model["a"])
-    packed(model, 32)
-    assert same(model["a"].weight_q, int4_linear(linear, 32).weight_q)
-    save(model, tmp_path)
-    load_(again, tmp_path)
-    assert same_states(again.state_dict(), model.state_dict())
-    assert original_of(again["a"]) == "Conv1D"
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_transformers_quantizes_saves_and_loads_4_bit_layers(exact, tmp_path):
     rng = fresh(exact)
@@ -399,8 +309,3 @@ def test_transformers_quantizes_saves_and_loads_4_bit_layers(exact, tmp_path):
             exact_(again)
         with torch.no_grad():
             assert same(again(ids, use_cache=False).logits, want)
-
-
-def test_a_config_of_transformers_refuses_what_dynamic_refuses():
-    with pytest.raises(InvalidProblem, match="group_size must be 32, 64, 128"):
-        SkudaConfig(weights="int4", group_size=16)

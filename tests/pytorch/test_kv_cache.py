@@ -12,7 +12,6 @@ from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, quantize_
 from skuda.torch.attention import NAME
 from skuda.torch.kv_cache import Int8Cache, Int8Layer
-from skuda.torch.sequences import Sequences
 
 CACHE = next(
     each for each in ("cache", "past_key_values") if each in signature(transformers.LlamaModel.forward).parameters
@@ -181,16 +180,6 @@ def test_pages_take_the_bytes_of_codes_and_scales_and_are_kept():
     started(model, rng, cache, 3, 100)
     assert held == [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors]
     assert cache.get_mask_sizes(5, 0) == (105, 0)
-
-
-def test_pages_grow_seldom_and_each_sequence_has_its_own():
-    sequences, sizes = Sequences(), set()
-    for _ in range(100):
-        sequences.begin(3, 128, torch.device("cpu"))
-        sizes.add(sequences.pages)
-        assert sequences.blocks * 128 >= sequences.seen
-    assert len(sizes) < 15
-    assert len(sequences.block_table.unique()) == sequences.block_table.numel() == sequences.pages
 
 
 @torch.no_grad()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support import fresh
-from tensors import OPS, GatedMLP, copies, same
-from torch import nn
+from tensors import OPS, copies, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import Dynamic, DynamicLinear, FakeQuant, Mixed, StaticLinear, fuse_, quantize_
+from skuda.torch import DynamicLinear, StaticLinear
 from skuda.torch.tensor_op import launched, run_module
 
 
@@ -93,40 +92,6 @@ def explained_static(module, x):
     return getattr(torch.ops.skuda, name)(**arguments | {"act_q": module.codes(x)})
 
 
-def _layers(rng):
-    """Return modules of every kind, and ops."""
-    made = {config: nn.Sequential(nn.Linear(24, 24)) for config in (Dynamic(), FakeQuant(), Mixed())}
-    for config, module in made.items():
-        quantize_(module, config)
-    gated = GatedMLP(24, 48, nn.SiLU())
-    quantize_(gated, Dynamic())
-    fuse_(gated)
-    dynamic = layer(rng, bias=True)
-    static = StaticLinear(dynamic.weight_q, dynamic.weight_scale, input_scale=torch.tensor([0.1]))
-    return {
-        **{type(config).__name__: (module, 24) for config, module in made.items()},
-        "static": (static, 16),
-        "fused": (gated, 24),
-        "op": (lambda x: torch.ops.skuda.dynamic_range(x, q_min=-127, q_max=127, output_element="s8")[0], 24),
-    }
-
-
-@pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["Dynamic", "FakeQuant", "Mixed", "static", "fused", "op"])
-def test_inputs_and_parameters_can_be_resized_after_calls(name, dtype):
-    module, columns = _layers(fresh(name, dtype))[name]
-    if name in ("FakeQuant", "Mixed"):
-        module.to(dtype)
-    x = torch.ones(2, columns, dtype=dtype)
-    for _ in range(3):
-        module(x)
-    x.resize_(1000)
-    if isinstance(module, nn.Module):
-        for tensor in module.parameters():
-            tensor.untyped_storage().resize_(0)
-
-
 def test_what_looks_at_ops_sees_them():
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -150,36 +115,6 @@ def test_what_looks_at_ops_sees_them():
             assert module(x).dtype is torch.bfloat16
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
             assert module(fakes.from_tensor(x)).shape == want.shape
-
-
-@pytest.mark.usefixtures("recorded")
-def test_a_parametrization_is_followed():
-    class Doubled(torch.nn.Module):
-        def forward(self, scale):
-            return 2 * scale
-
-    rng = fresh()
-    module, x = layer(rng, bias=True), torch.from_numpy(rng.standard_normal((3, 16), "float32"))
-    before = module.weight_scale.clone()
-    torch.nn.utils.parametrize.register_parametrization(module, "weight_scale", Doubled())
-    want = DynamicLinear(module.weight_q, 2 * before, module.bias)(x)
-    assert same(module(x), want)
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_module_without_data_gives_shapes(recorded):
-    module = layer(fresh(recorded), bias=True).to("meta")
-    with torch.set_grad_enabled(recorded), torch.autocast("cpu", torch.bfloat16):
-        y = module(torch.empty(2, 3, 16, device="meta", requires_grad=recorded))
-    assert (y.shape, y.dtype, y.device.type) == ((2, 3, 8), torch.float32, "meta")
-
-
-@pytest.mark.parametrize("shape", [(), (2, 15), (16, 2)])
-def test_an_input_of_another_width_is_blamed_itself(shape):
-    module = layer(fresh(), bias=True)
-    for called in (module, module.explain):
-        with pytest.raises(InvalidProblem, match=r"DynamicLinear: input must have shape \[\.\.\., 16\]; had shape"):
-            called(torch.empty(shape))
 
 
 def test_a_parameter_is_recognized_unless_gradients_are_recorded():

@@ -13,9 +13,7 @@ from torch import nn
 from skuda.torch import (
     CodesLinear,
     Dynamic,
-    DynamicLinear,
     FakeQuantLinear,
-    MixedLinear,
     SmoothedLinear,
     StaticLinear,
     fuse_,
@@ -62,20 +60,6 @@ def test_a_layer_made_without_data_is_whole_after_loading(make, assign):
     assert all(tensor.device.type == "cpu" for tensor in again.buffers())
 
 
-@pytest.mark.parametrize("make", [smoothed, static, codes])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_call_what_they_explain(make, dtype):
-    layer, x = make(fresh(dtype))
-    x = x if make is codes else x.to(dtype)
-    name, arguments = layer.call(x)
-    if make is smoothed:
-        assert arguments["activation"].dtype is torch.float32
-        taken = {"activation": torch.ops.skuda.smooth(x, layer.smooth)}
-    else:
-        taken = {"act_q": layer.codes(x) if make is static else x}
-    assert same(getattr(torch.ops.skuda, name)(**{**arguments, **taken}), layer(x))
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_float_weights_are_not_loaded_as_codes(fused):
     model = GatedMLP(K, N)
@@ -101,23 +85,3 @@ def test_observed_scales_do_not_depend_on_the_default_dtype(default):
         layer(x)
     assert same(layer.input_scale, (x.abs().max() / 127).reshape(1))
     assert same(layer.to_int8().input_scale, layer.input_scale)
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("lead", [(), (0,), (2, 3)])
-@pytest.mark.parametrize(("n", "k"), [(N, 0), (0, K), (0, 0)])
-def test_gradients_of_layers_without_channels_are_those_of_the_float_layer(lead, n, k):
-    want, rng = nn.Linear(k, n), fresh(lead, n, k)
-    mixed = MixedLinear(copy.deepcopy(want))
-    frozen = DynamicLinear.from_linear(want)
-    frozen.bias = frozen.bias.clone().requires_grad_()
-    given = normal(rng, *lead, k)
-    x, y, z = (given.clone().requires_grad_() for _ in range(3))
-    for layer, each in ((want, x), (mixed, y), (frozen, z)):
-        layer(each).sum().backward()
-    for got in (mixed.weight, mixed.bias, y):
-        assert got.grad.shape == got.shape
-    assert same(mixed.weight.grad, want.weight.grad)
-    assert same(mixed.bias.grad, want.bias.grad)
-    assert same(frozen.bias.grad, want.bias.grad)
-    assert z.grad.shape == z.shape

@@ -30,7 +30,7 @@ from skuda.torch import (
     quantize_,
     save,
 )
-from skuda.torch.digest import digest, sums
+from skuda.torch.digest import sums
 from skuda.torch.int4 import int4_linear
 from skuda.torch.nonfinite import propagating
 from skuda.torch.scheme import Scheme
@@ -160,19 +160,6 @@ def test_a_model_is_split_once(fused):
     on_ranks(2, work)
 
 
-def test_a_plan_can_split_further_layers_later():
-    model = Pair(Dynamic())
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def work(group):
-        return [parallelize_(models[group.rank], group, {name: way}) for name, way in PAIR.items()]
-
-    for first, second in on_ranks(2, work):
-        assert (*first.converted, *second.converted) == ("up", "down")
-        assert first.left == ("first", "down")
-        assert second.left == ("first",)
-
-
 @torch.no_grad()
 def test_layers_that_propagate_do_so_on_ranks_unless_they_are_static():
     models = list(map(copy.deepcopy, [Pair(Dynamic(nonfinite="propagate"))] * 2))
@@ -208,15 +195,6 @@ def test_sums_tell_bytes_apart(monkeypatch, size):
     for shift in (1, 8):  # the second keeps words, and moves them
         turned = data.roll(shift)
         assert (sums(turned) == sums(data)) == torch.equal(turned, data)
-
-
-def test_a_digest_is_that_of_the_bits():
-    x = normal(fresh(), 5, 33).bfloat16()
-    same = [x.clone(), x.t().contiguous().t(), torch.cat([x, x])[5:]]
-    other = [x.view(torch.int16), x.flatten(), x[:4], x + 0.5, torch.cat([x[1:], x[:1]])]
-    assert {digest(each) for each in same} == {digest(x)}
-    assert len({digest(each) for each in (x, *other)}) == 1 + len(other)
-    assert len({digest(*each) for each in ((x,), (x, None), (None, x), (x, x), ())}) == 5
 
 
 def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
@@ -270,21 +248,6 @@ def test_parts_of_4_bit_weights_are_whole_units(axis, sizes, words):
     on_ranks(2, work)
 
 
-def test_heads_of_4_bits_that_begin_within_a_unit_leave_the_model_as_it_was():
-    """With 3 ranks, those of 2, 1 and 1 heads of keys."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **SIZES))
-    quantize_(model, Dynamic(weights="int4"))
-    models = [copy.deepcopy(model) for _ in range(3)]
-
-    def work(group):
-        mine = models[group.rank]
-        with pytest.raises(InvalidProblem, match=r"self_attn.q_proj .* multiples of 16 output channels"):
-            parallelize_(mine, group)
-        assert not any(isinstance(module, ColumnLinear | RowLinear) for module in mine.modules())
-
-    on_ranks(3, work)
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_split_model_is_not_updated(weights):
     model, trained = (GatedMLP(24, 272, nn.SiLU()) for _ in range(2))
@@ -319,21 +282,6 @@ def test_models_of_transformers_are_understood(name):
     for report in on_ranks(2, lambda group: parallelize_(models[group.rank], group, lm_head=True)):
         assert len(report.converted) == 2 * 7 + 1
         assert report.left == ()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_model_may_be_the_mlp_itself(fused):
-    model = GatedMLP(24, 40, nn.SiLU())
-    quantize_(model, Dynamic())
-    if fused:
-        fuse_(model)
-    models = [model, copy.deepcopy(model)]
-
-    def work(group):
-        return set(parallelize_(models[group.rank], group).converted)
-
-    first = {"gate_up_proj"} if fused else {"gate_proj", "up_proj"}
-    assert on_ranks(2, work) == [first | {"down_proj"}] * 2
 
 
 def test_an_attention_that_is_not_understood_leaves_the_model_as_it_was():

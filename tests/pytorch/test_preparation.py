@@ -8,9 +8,8 @@ import pytest
 import torch
 from decoders import small
 from support import fresh
-from tensors import GatedMLP, calibrated
+from tensors import calibrated
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from skuda.functional import default_dispatcher
 from skuda.registry import InvalidProblem
@@ -56,35 +55,6 @@ def test_each_layer_runs_with_each_number_of_rows():
     assert seen == [
         (name, (rows, size), torch.float16, False, False) for name, size in (("0", 4), ("2", 3)) for rows in (1, 3)
     ]
-
-
-def test_the_dtype_is_that_of_the_model():
-    model = nn.Sequential(nn.Linear(4, 3)).bfloat16()
-    quantize_(model, Dynamic())
-    (kernel,) = prepare(nn.Sequential(nn.LayerNorm(4, dtype=torch.float16), model), (1,))["1.0"].values()
-    assert "f16" in kernel
-    (kernel,) = prepare(model, (1,), torch.bfloat16)["0"].values()
-    assert "bf16" in kernel
-
-
-class Ran(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.rows = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.rows.setdefault(func.name(), []).append(found[0].shape[0] if isinstance(found, list) else None)
-        return found
-
-
-def test_what_a_fused_module_runs_between_its_products_is_prepared():
-    model = nn.Sequential(GatedMLP(4, 8))
-    quantize_(model, Dynamic())
-    assert fuse_(model).fused
-    with Ran() as ran:
-        prepare(model, (2, 5))
-    assert ran.rows["skuda::silu_mul_quantize"] == [2, 5]
 
 
 class OnGpu:

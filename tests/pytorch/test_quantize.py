@@ -417,18 +417,6 @@ def test_inside_sharded_parallelism_all_layers_stay():
     assert "before it is wrapped" in report.left["0.0"]
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(0, 3), (3, 0), (0, 0)])
-def test_a_layer_without_elements(inputs, outputs):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # its parameters are not initialized
-        linear = nn.Linear(inputs, outputs)
-    model = nn.Sequential(linear)
-    x = torch.zeros(2, inputs)
-    want = model(x)
-    quantize_(model, Dynamic(), strict=True)
-    assert torch.equal(model(x), want)
-
-
 def test_a_layer_that_no_kernel_serves_stays(monkeypatch):
     found = DynamicLinear.from_linear(nn.Linear(3, 4))
     monkeypatch.setattr(
@@ -587,23 +575,6 @@ def test_the_report_lists_every_matrix_that_stays():
         assert any(line.startswith("  left:") and reason in line for line in lines), name
 
 
-def test_strict_counts_every_matrix_that_inputs_may_be_multiplied_by():
-    selected = {"linear"}
-    for module in ("conv", "attention", "experts", "router", "lazy", ""):
-        asked = selected | {module}
-        with pytest.raises(InvalidProblem, match="nothing was replaced") as refused:
-            quantize_(Zoo(), Dynamic(), lambda _, name, asked=asked: name in asked, strict=True)
-        owner = refused.value.field.rpartition(".")[0]
-        assert owner == module
-        assert refused.value.had.endswith(quantize_(Zoo(), Dynamic()).left[refused.value.field])
-    with pytest.raises(InvalidProblem, match="as 10 matrices are not"):
-        quantize_(Zoo(), Dynamic(), strict=True)
-    selected |= {"table", "bags", "norm"}
-    report = quantize_(Zoo(), Dynamic(), lambda _, name: name in selected, strict=True)
-    assert set(report.converted) == {"linear"}
-    assert UNREAD.keys() | MULTIPLIED.keys() < report.left.keys()
-
-
 def test_attributes_of_a_layer_are_kept():
     model = Model()
     mark = object()
@@ -638,16 +609,3 @@ def test_a_tracer_of_fx_takes_int8_layers_for_leaves():
     fuse_(mlp)
     with pytest.raises(InvalidProblem, match="before fuse_"):
         torch.fx.symbolic_trace(mlp)
-
-
-def test_a_fused_layer_can_be_mapped():
-    rng = fresh()
-    mlp, x = GatedMLP(16, 32), tensor(rng, 3, 2, 5, 16)
-    quantize_(mlp, Dynamic())
-    fuse_(mlp)
-    with torch.no_grad():
-        want = mlp(x)
-        assert torch.equal(torch.vmap(mlp)(x), want)
-        assert torch.equal(torch.vmap(torch.vmap(mlp, in_dims=1, out_dims=1))(x), want)
-        with pytest.raises(InvalidProblem, match="size 0 under vmap"):
-            torch.vmap(mlp)(x[:0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from skuda_absmax.row_absmax import OP as ROW_ABSMAX
 from support import assert_same_bits, fresh
-from tensors import NAMES, array_of, tensor_of
+from tensors import array_of, tensor_of
 from toy import ToyDescriptor, toy_op
 
 from skuda import functional
@@ -70,11 +70,6 @@ def test_an_op_of_another_package(monkeypatch):
     assert torch.equal(compiled(torch.tensor([[3.0, -4.0]])), torch.tensor([5.0]))
     with pytest.raises(InvalidProblem, match="requires grad"):
         packet(torch.randn(3, 4, requires_grad=True))
-
-
-def test_built_in_ops_are_registered():
-    for name in NAMES:
-        assert register(name) is getattr(torch.ops.skuda, name)
 
 
 def refused(monkeypatch, op: Op | None, name: Any, message: str) -> None:

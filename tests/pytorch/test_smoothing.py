@@ -15,7 +15,7 @@ from support import dispatcher, fresh, sampled
 from tensors import GatedMLP, calibrated, normal
 from torch import nn
 
-from skuda.registry import InvalidProblem, InvalidRecord
+from skuda.registry import InvalidProblem
 from skuda.tools.smoothquant import ActivationRanges, SmoothQuantLayer, smoothing_factors
 from skuda.torch import (
     Calibration,
@@ -36,7 +36,6 @@ from skuda.torch import (
 from skuda.torch.dequantize import float_linear
 from skuda.torch.int4 import int4_weight
 from skuda.torch.int8_linear import quantized_weight
-from skuda.torch.joined import Quantized, product
 from skuda.torch.nonfinite import propagates
 from skuda.torch.smoothing import ALPHAS
 
@@ -103,14 +102,6 @@ def test_a_layer_has_the_bits_of_the_other_half(dtype, alpha, bias):
     same(model[0], want, x)
 
 
-def test_an_input_of_zeros():
-    model, x = nn.Sequential(nn.Linear(4, 3)), torch.zeros(2, 4)
-    config = SmoothStatic(calibrated(model, x))
-    want = layer_of_tools(model[0], np.zeros(4, np.float32), 0.5)
-    quantize_(model, config, strict=True)
-    same(model[0], want, x)
-
-
 # --- what cannot be served -------------------------------------------------------------------------------------------
 
 
@@ -170,32 +161,6 @@ def test_bad_calibrations():
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
-
-
-def errors(layer, x):
-    """The squared error of the layer of `skuda.tools.smoothquant` without smoothing, and at each strength."""
-    weight = layer.weight.detach().double()
-    exact = x.double() @ weight.T
-    plain = copy.deepcopy(layer)
-    plain.bias = None
-    found = [
-        layer_of_tools(plain, x.abs().amax(0).float().numpy(), alpha).run(dispatcher(), x.float()) for alpha in TRIED
-    ]
-    return [float((torch.from_numpy(y).double() - exact).square().sum()) for y in found]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_search_finds_the_least_error(dtype):
-    rng = fresh(dtype)
-    layer, x = linear(rng, 12, 20, dtype=dtype), tensor(rng, 30, 20, dtype=dtype)
-    model = nn.Sequential(copy.deepcopy(layer))
-    calibration = calibrated(model, x)
-    quantize_(model, SmoothStatic(calibration, "search"), strict=True)
-    found = errors(layer, x)
-    same(model[0], layer_of_tools(layer, x.abs().amax(0).float().numpy(), TRIED[found.index(min(found))]), x)
-    again = nn.Sequential(layer)
-    quantize_(again, SmoothStatic(calibration, "search"), strict=True)
-    assert torch.equal(again[0].smooth, model[0].smooth)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -306,20 +271,6 @@ def test_a_smoothed_layer_passes_gradients_on_and_keeps_its_bits(dtype):
     assert ((x.grad.float() - grad.float() @ weight).abs() <= bound).all()
 
 
-def test_products_of_codes_of_the_same_sizes_are_told_from_those_of_smoothed_rows():
-    rng = fresh()
-    plain, other = nn.Sequential(linear(rng, 20, 40)), nn.Sequential(linear(rng, 20, 40))
-    x = tensor(rng, 3, 40)
-    quantize_(other, SmoothDynamic(calibrated(other, x), 0.5))
-    quantize_(plain, Dynamic())
-    codes, scale, _ = torch.ops.skuda.dynamic_range(x, q_min=-127, q_max=127, output_element="s8")
-    with torch.no_grad():
-        want = other(x)
-        for _ in range(2):
-            assert torch.equal(product(plain[0], Quantized(codes, scale, x.dtype)), plain(x))
-            assert torch.equal(other(x), want)
-
-
 def test_folded_layers_are_dynamic_and_others_divide_for_themselves():
     rng = fresh()
     model, x = Attention(rng, nn.LayerNorm), tensor(rng, 2, 6, 16)
@@ -343,22 +294,6 @@ def test_folded_layers_are_dynamic_and_others_divide_for_themselves():
         bad = x.clone()
         bad[1, 2, 3] = torch.nan
         assert model.up(bad)[1, 2].isnan().all()
-
-
-def test_a_norm_whose_layers_are_best_without_smoothing_keeps_its_weight(monkeypatch):
-    rng = fresh()
-    model = Attention(rng, nn.LayerNorm)
-
-    def trial(_, name, __):  # only one of the layers is better with factors, and only a little
-        return lambda smooth: float(smooth is None) if name == "q" else 9 * float(smooth is not None)
-
-    monkeypatch.setattr(SmoothDynamic, "_trial", trial)
-    before = model.norm1.weight
-    config = SmoothDynamic(calibrated(model, tensor(rng, 2, 6, 16)), weights="int4")
-    report = quantize_(model, config, strict=True)
-    assert report.not_folded["norm1"] == "no smoothing has the least error"
-    assert model.norm1.weight is before
-    assert [type(model.get_submodule(name)) for name in NORMS["norm1"]] == [DynamicLinear] * 3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:fuse_ left")
@@ -416,17 +351,6 @@ def test_a_filter_smooths_what_norms_take_over_and_the_rest_is_fused(tmp_path):
         assert torch.equal(again(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
-def test_a_fused_model_refuses_factors(tmp_path):
-    rng = fresh()
-    one, two = (GatedMLP(32, 48) for _ in range(2))
-    quantize_(one, SmoothDynamic(calibrated(one, normal(rng, 3, 32)), 0.5))
-    save(one, tmp_path)
-    quantize_(two, Dynamic())
-    fuse_(two)
-    with pytest.raises(InvalidRecord, match=r"gate_proj must be a DynamicLinear.*had a SmoothedLinear"):
-        load_(two, tmp_path)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", [{"weights": "int2"}, {"weights": "int4", "group_size": 48}, {"group_size": 64}])
 def test_other_bits_are_refused(kind, given):
@@ -481,18 +405,6 @@ class ShiftedRMSNorm(OddRMSNorm):
         return (1 + self.weight) * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-class CountingRMSNorm(OddRMSNorm):
-    """Changes when it runs."""
-
-    def __init__(self, width):
-        super().__init__(width)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
 def inputs_of(model, x):
     """The input of every linear layer and norm."""
     found, handles = {}, []
@@ -508,36 +420,6 @@ def inputs_of(model, x):
     for handle in handles:
         handle.remove()
     return found
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, OddRMSNorm])
-@pytest.mark.parametrize("alpha", [0.5, "search"])
-def test_a_folded_model_is_as_close_as_its_steps_allow(norm, alpha):
-    rng = fresh(norm, alpha)
-    model, x = Attention(rng, norm), tensor(rng, 2, 6, 16)
-    plain, seen = copy.deepcopy(model), inputs_of(model, x)
-    report = quantize_(model, SmoothStatic(calibrated(model, x), alpha), strict=True)
-    assert dict(report.folded) == NORMS
-    assert not report.not_folded
-    assert "folded into norm1: q, k, v" in str(report)
-    for name in ("q", "k", "v", "up"):
-        source = "norm2" if name == "up" else "norm1"
-        layer, float_layer = model.get_submodule(name), plain.get_submodule(name)
-        assert layer.smooth is None
-        # The factors, as the norm tells them.
-        factors = plain.get_submodule(source).weight.double() / model.get_submodule(source).weight.double()
-        with torch.no_grad():
-            given = plain.get_submodule(source)(seen[source])
-            want = given.double() @ float_layer.weight.double().T + float_layer.bias.double()
-            got = layer(model.get_submodule(source)(seen[source])).double()
-        step = layer.input_scale.double()
-        # |a'w' - aw| <= |a||w' - w| + |a' - a||w| + |a' - a||w' - w|, and a step moves a value by at most its half.
-        a, w = (given.double() / factors).abs(), (float_layer.weight.double() * factors).abs()
-        da, dw = step / 2, layer.weight_scale.double() / 2
-        bound = a @ dw.expand_as(w).T + da * w.sum(1) + 16 * da * dw[:, 0]
-        # Sums, quotients and products in f32 on the way: less than 64 of them.
-        bound += 64 * 2**-24 * (a @ w.T + float_layer.bias.double().abs() + want.abs())
-        assert ((got - want).abs() <= bound).all()
 
 
 def test_all_layers_of_a_norm_get_the_factors_of_all_their_weights():
@@ -558,29 +440,6 @@ def test_all_layers_of_a_norm_get_the_factors_of_all_their_weights():
             assert torch.equal(model.get_submodule(name).weight_scale[:, 0], scale)
     assert model.o.smooth is not None
     same(model.o, layer_of_tools(plain.o, maxima["o"].numpy(), 0.7), x)
-
-
-def test_a_bf16_model_keeps_its_dtype_and_its_flags():
-    rng = fresh()
-    model, x = Attention(rng, OddRMSNorm, dtype=torch.bfloat16), tensor(rng, 2, 6, 16, dtype=torch.bfloat16)
-    model.requires_grad_(requires_grad=False)
-    model.norm2.requires_grad_()
-    report = quantize_(model, SmoothStatic(calibrated(model, x)), strict=True)
-    assert dict(report.folded) == NORMS
-    assert model.norm1.weight.dtype is torch.bfloat16
-    assert not model.norm1.weight.requires_grad
-    assert model.norm2.weight.requires_grad
-    assert set(dict(model.named_parameters())) == {"norm1.weight", "norm2.weight"}
-
-
-def test_folding_does_not_run_the_norm_itself():
-    rng = fresh()
-    model, x = Attention(rng, CountingRMSNorm), tensor(rng, 2, 6, 16)
-    calibration = calibrated(model, x)
-    calls = model.norm1.calls.clone()
-    report = quantize_(model, SmoothStatic(calibration), strict=True)
-    assert dict(report.folded) == NORMS
-    assert torch.equal(model.norm1.calls, calls)
 
 
 def hooked(model):
@@ -611,7 +470,7 @@ NOT_FOLDED = {
 
 
 @pytest.mark.parametrize(("kind", "norm", "change", "reason"), NOT_FOLDED.values(), ids=NOT_FOLDED)
-def test_a_norm_that_cannot_be_folded_keeps_its_weight_and_its_layers_divide_for_themselves(kind, norm, change, reason):
+def test_a_norm_that_cannot_be_folded_keeps_its_weight(kind, norm, change, reason):
     rng = fresh(reason)
     model = kind(rng, norm)
     config = SmoothStatic(calibrated(model, tensor(rng, 2, 6, 16)))

@@ -16,14 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.host.arrays import tensor_view
 from skuda.functional import LAUNCHES
-from skuda.registry import FloatModeError, InvalidProblem
+from skuda.registry import InvalidProblem
 from skuda.registry.argument import Role
 from skuda.torch.tensor_op import TensorOp
 
 SKUDA = torch.ops.skuda
 CALLS = [(name, overload) for name in NAMES for overload in overloads(name)]
 LED = [name for name in NAMES if OPS[name]._rows]
-ROW_BY_ROW = ["quantized_linear", "rms_norm_quantize", "layer_norm_quantize", "silu_mul_quantize", "gelu_mul_quantize"]
 
 
 def some(name, rng, most=6):
@@ -161,27 +160,6 @@ def test_a_slice_of_rows_with_leading_axes_is_taken_as_it_lies(name, monkeypatch
     assert seen[0].untyped_storage().data_ptr() == wide.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("name", ROW_BY_ROW)
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(name):
-    rng = fresh(name)
-    done = 0
-    for case in some(name, rng, 20):
-        rows = getattr(case.problem, OPS[name]._rows)
-        call = call_of(name, case, rng)
-        call = call._replace(fields={n: v for n, v in call.fields.items() if n != OPS[name]._rows})
-        led = OPS[name]._fields.led(OPS[name]._rows, call.tensors | call.fields)
-        whole = call()
-        for _ in range(3 if rows else 0):
-            start = int(rng.integers(rows))
-            stop = int(rng.integers(start + 1, rows, endpoint=True))
-            some_rows = call(**{n: call.tensors[n][start:stop] for n in led.keys() & call.tensors})
-            assert all_same(some_rows, [tensor[start:stop] for tensor in whole])
-            alone = call(**{n: call.tensors[n][start] for n in led.keys() & call.tensors})
-            assert all_same(alone, [tensor[start] for tensor in whole])
-            done += 1
-    assert done
-
-
 # --- what is remembered between calls --------------------------------------------------------------------------------
 
 
@@ -245,17 +223,6 @@ def test_zeros_of_either_sign_are_different_fields():
         for zero in (0.0, -0.0):
             found = SKUDA.smoothquant_linear(codes, weight, torch.ones(2), act_scale=zero, output_element="f32")
             assert bool(found.signbit().all()) is (str(zero) == "-0.0")
-
-
-def test_a_list_is_a_field():
-    codes, scale, zero = torch.full((2, 2), 0x21, dtype=torch.uint8), torch.ones(2), torch.zeros(2, dtype=torch.int32)
-    fields = {"axis": 0, "input_element": "u4", "output_element": "f32"}
-    for shape in ([2, 3], (2, 4), torch.Size([2, 3])):
-        for _ in range(2):
-            found = SKUDA.dequantize_per_channel(codes, scale, zero, shape=shape, **fields)
-            assert torch.equal(found, torch.tensor([[1.0, 2, 1, 2]] * 2)[:, : shape[1]])
-    with pytest.raises(InvalidProblem, match="input must be an array of shape"):
-        SKUDA.dequantize_per_channel(codes, scale, zero, shape=[2, 5], **fields)
 
 
 def test_no_tensor_is_kept():
@@ -354,29 +321,6 @@ def test_a_tensor_that_requires_grad_is_refused_where_gradients_are_recorded(nam
             assert not any(result.requires_grad for result in got)
             with torch.inference_mode():
                 assert all_same(call(**{argument: kind}), want)
-
-
-def test_smoothing_has_no_gradient_either():
-    x, factors = torch.randn(2, 3), torch.rand(3) + 1
-    assert torch.equal(SKUDA.smooth(x.T.contiguous().T, factors), x / factors)
-    with pytest.raises(InvalidProblem, match="input must be detached"):
-        SKUDA.smooth(x.clone().requires_grad_(), factors)
-    with pytest.raises(InvalidProblem, match="factors must be detached"):
-        SKUDA.smooth(x, factors.clone().requires_grad_())
-
-
-def test_flushed_subnormals_are_refused():
-    if not torch.set_flush_denormal(False):
-        pytest.skip("this processor has no such mode")
-    x, w, scale = product(fresh())
-    want = SKUDA.quantized_linear(x, w, scale)
-    try:
-        torch.set_flush_denormal(True)
-        with pytest.raises(FloatModeError, match=r"torch\.set_flush_denormal\(False\)"):
-            SKUDA.quantized_linear(x, w, scale)
-    finally:
-        torch.set_flush_denormal(False)
-    assert torch.equal(SKUDA.quantized_linear(x, w, scale), want)
 
 
 def test_a_subclass_without_code_of_its_own_is_served():

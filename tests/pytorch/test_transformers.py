@@ -20,10 +20,8 @@ from safetensors.torch import load_file, save_file
 from support import fresh
 from tensors import calibrated
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 
-from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import (
     Dynamic,
@@ -33,7 +31,6 @@ from skuda.torch import (
     StaticLinear,
     fuse_,
     load_,
-    parallelize_,
     quantize_,
     save,
 )
@@ -121,33 +118,6 @@ def test_a_checkpoint_of_floats_is_quantized_as_it_is_loaded(tied, tmp_path):
     assert_survives_saving(model, ids, tmp_path)
 
 
-def test_a_model_that_reads_weights_instead_of_calling_layers(tmp_path):
-    """The mixer of Mamba multiplies with `dt_proj.weight`, and its head reads the dtype of its weight."""
-    rng = fresh()
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "state_size": 4, "time_step_rank": 8}
-    config = transformers.MambaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=False)
-    plain = transformers.MambaForCausalLM(config).eval()
-    plain.save_pretrained(tmp_path / "floats")
-    load = transformers.MambaForCausalLM.from_pretrained
-    model = load(tmp_path / "floats", quantization_config=SkudaConfig(ignore=[]))
-    assert len(model.hf_quantizer.report.converted) == 2 * 4 + 1
-    ids = torch.from_numpy(rng.integers(0, 61, (2, 7)))
-    want, found = logits(plain, ids), logits(model, ids)
-    assert torch.nn.functional.cosine_similarity(found, want, dim=-1).min() > 0.99
-    model.save_pretrained(tmp_path / "int8")
-    assert torch.equal(logits(load(tmp_path / "int8"), ids), found)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_weights_of_a_loaded_model_have_its_dtype(dtype, tmp_path):
-    llama(fresh(dtype), dtype).save_pretrained(tmp_path / "floats")
-    model = from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig(), dtype=dtype)
-    model.save_pretrained(tmp_path / "int8")
-    for each in (model, from_pretrained(tmp_path / "int8", dtype=dtype)):
-        weights = [each.get_submodule(name).weight for name in LAYERS]
-        assert {(weight.dtype, weight.device.type) for weight in weights} == {(dtype, "cpu")}
-
-
 def test_a_fused_model_is_saved_as_the_model_that_it_was(tmp_path):
     rng = fresh()
     llama(rng).save_pretrained(tmp_path)
@@ -169,20 +139,6 @@ def test_a_fused_model_is_saved_as_the_model_that_it_was(tmp_path):
         assert first.keys() == again.keys()
         assert all(torch.equal(first[key], again[key]) for key in first)
         assert torch.equal(logits(from_pretrained(tmp_path / name), ids), want)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma"])
-def test_fusing_a_model_that_was_quantized_as_it_was_loaded_warns_of_what_it_leaves(family, tmp_path):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = getattr(transformers, f"{family}Config")(num_hidden_layers=2, vocab_size=97, **sizes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = from_pretrained(tmp_path, quantization_config=SkudaConfig())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        report = fuse_(model)
-    assert set(report.left) == ({"model.layers.0", "model.layers.1"} if family == "Gemma" else set())
-    assert [each.category for each in told] == [UserWarning] * (family == "Gemma")
-    assert all("GemmaRMSNorm" in str(each.message) and "model.layers.0" in str(each.message) for each in told)
 
 
 def test_a_fused_model_refuses_layers_that_could_not_have_been_joined(tmp_path):
@@ -365,64 +321,12 @@ def test_compressed_tensors_reads_symmetric_weights_of_4_bits(size, tmp_path, mo
         assert torch.equal(theirs.get_submodule(name).weight, model.get_submodule(name).weight)
 
 
-@pytest.mark.parametrize(
-    ("part", "tensor"),
-    [
-        ("weight", None),
-        ("weight_g_idx", torch.zeros(64, dtype=torch.int32)),
-        ("more", torch.zeros(64).to(torch.float8_e4m3fn)),
-    ],
-)
-def test_a_tensor_of_4_bit_weights_that_does_not_fit_is_refused_by_its_name(part, tensor, tmp_path):
-    written(fresh(part), tmp_path, "dynamic", int4=Int4Format(32))
-    tensors = load_file(tmp_path / "model.safetensors") | {f"{UP}.{part}": tensor}
-    save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InvalidRecord, match=rf"{UP}\b.*{part} must"):
-        from_pretrained(tmp_path)
-
-
 def test_a_model_of_4_bit_weights_that_transformers_loaded_is_not_converted(tmp_path, monkeypatch):
     written(fresh(), tmp_path, "dynamic", int4=Int4Format(32))
     monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
     model = from_pretrained(tmp_path)
     with pytest.raises(InvalidRecord, match=r"import skuda\.torch\.transformers before from_pretrained"):
         convert_(model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_with_one_scale_is_loaded(kind, tmp_path, monkeypatch):
-    rng = fresh(kind)
-    written(rng, tmp_path / "theirs", kind, "tensor")
-    model, ids = from_pretrained(tmp_path / "theirs"), drawn_ids(rng)
-    assert int8_names(model, DynamicLinear if kind == "dynamic" else StaticLinear) == LAYERS
-    stored = load_file(tmp_path / "theirs" / "model.safetensors")
-    for name in LAYERS:
-        layer = model.get_submodule(name)
-        assert stored[f"{name}.weight_scale"].numel() == 1 < layer.weight_scale.numel()
-        assert bool((layer.weight_scale == stored[f"{name}.weight_scale"]).all())
-    plain = llama(fresh())
-    load_(plain, tmp_path / "theirs")
-    assert torch.equal(logits(plain, ids), logits(model, ids))
-    for shape in ((), (1, 1)):
-        others = {n: t.reshape(shape) if n.endswith(("_scale", "_point")) else t for n, t in stored.items()}
-        save_file(others, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
-        assert torch.equal(logits(from_pretrained(tmp_path / "theirs"), ids), logits(model, ids))
-    assert_survives_saving(model, ids, tmp_path)
-    mixed = tmp_path / "one"  # a scale per channel, but of these layers
-    config = json.loads((mixed / "config.json").read_text())
-    groups = config["quantization_config"]["config_groups"]
-    groups["single"] = copy.deepcopy(groups["group_0"]) | {"targets": [r"re:.*\.up_proj"]}
-    groups["single"]["weights"]["strategy"] = "tensor"
-    (mixed / "config.json").write_text(json.dumps(config))
-    written_by_us = load_file(mixed / "model.safetensors")
-    some = {n: t[0].clone() if n.endswith("up_proj.weight_scale") else t for n, t in written_by_us.items()}
-    save_file(some, mixed / "model.safetensors", {"format": "pt"})
-    assert torch.equal(logits(from_pretrained(mixed), ids), logits(model, ids))
-    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
-    save_file(stored, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
-    other = from_pretrained(tmp_path / "theirs")
-    assert set(convert_(other)) == LAYERS
-    assert torch.equal(logits(other, ids), logits(model, ids))
 
 
 @pytest.mark.parametrize("called", [False, True])
@@ -551,47 +455,6 @@ def test_the_layers_of_gpt2_become_int8(way, tmp_path):
             assert torch.equal(logits(from_pretrained(tmp_path / "again"), ids), got)
 
 
-def test_a_gpt2_that_is_split_is_saved_as_what_it_was(tmp_path):
-    rng = fresh()
-    model, ids = gpt2(rng), drawn_ids(rng)
-    quantize_(model, Dynamic())
-    want = logits(model, ids)
-
-    def split(group):
-        parallelize_(model, group, {"c_fc": "column", "mlp.c_proj": "row"})
-        save(model, tmp_path)
-        return set(load_(model, tmp_path))
-
-    assert on_ranks(1, split)[0] == CONV1D
-    assert torch.equal(logits(from_pretrained(tmp_path), ids), want)
-
-
-def test_layers_of_gpt2_that_stay_in_floating_point_are_loaded(tmp_path):
-    rng = fresh()
-    model, ids = gpt2(rng), drawn_ids(rng)
-    model.save_pretrained(tmp_path / "floats")
-    model = from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig(["lm_head", r"re:.*\.attn\."]))
-    assert int8_names(model) == {name for name in CONV1D if ".mlp." in name}
-    model.save_pretrained(tmp_path / "int8")
-    again = from_pretrained(tmp_path / "int8")
-    assert int8_names(again) == int8_names(model)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-
-
-def test_a_conv1d_stays_for_the_reasons_of_other_layers():
-    model = gpt2(fresh())
-    block = model.transformer.h[0]
-    block.attn.c_attn.register_forward_hook(lambda *_: None)
-    block.attn.c_proj.gain = nn.Parameter(torch.ones(1))
-    block.mlp.c_fc.weight = nn.Parameter(model.transformer.h[1].mlp.c_proj.weight.detach().t())
-    report = quantize_(model, Dynamic())
-    reasons = {"attn.c_attn": "hooks", "attn.c_proj": "gain", "mlp.c_fc": "transformer.h.1.mlp.c_proj"}
-    for name, reason in reasons.items():
-        assert reason in report.left[f"transformer.h.0.{name}"]
-    with pytest.raises(InvalidProblem, match="contain the layer"):
-        quantize_(Conv1D(3, 4), Dynamic())
-
-
 def test_experts_that_no_layer_holds_are_in_the_report_of_a_loaded_model(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 97, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
@@ -683,19 +546,6 @@ def test_a_tensor_that_does_not_fit_is_refused_by_its_name(name, change, quantiz
     save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidRecord, match=name.replace(".", r"\.")):
         from_pretrained(quantized)
-
-
-def test_the_model_without_its_head_is_loaded(quantized):
-    rng = fresh()
-    whole, base = from_pretrained(quantized), from_pretrained(quantized, kind=transformers.AutoModel)
-    assert int8_names(base) == {name.removeprefix("model.") for name in LAYERS}
-    ids = drawn_ids(rng)
-    with torch.no_grad():
-        assert torch.equal(base(ids).last_hidden_state, whole.model(ids).last_hidden_state)
-    base.save_pretrained(quantized)  # the head that it lacks is new
-    again = from_pretrained(quantized, kind=transformers.LlamaForCausalLM)
-    with torch.no_grad():
-        assert torch.equal(base(ids).last_hidden_state, again.model(ids).last_hidden_state)
 
 
 def report_of(folder, **options):
@@ -814,63 +664,6 @@ def test_layers_that_a_checkpoint_lacks_are_new(weights, tmp_path):
         for each in (kind, transformers.AutoModelForCausalLM):
             with pytest.raises(InvalidRecord, match=r"model\.layers\.1.* had nothing"):
                 from_pretrained(tmp_path / "codes", kind=each)
-
-
-class Plain(transformers.PreTrainedModel):
-    """A model of linear layers alone."""
-
-    config_class = transformers.LlamaConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.layer, self.more = nn.Linear(256, 4), nn.Linear(128, 4)
-        self.post_init()
-
-
-def test_a_model_without_parameters_has_device_dtype_and_size():
-    model = Plain(transformers.LlamaConfig()).bfloat16()
-    size = model.num_parameters()
-    quantize_(model, Dynamic())
-    assert not list(model.parameters())
-    assert (model.device.type, model.dtype, model.num_parameters()) == ("cpu", torch.bfloat16, size)
-    assert model.num_parameters(only_trainable=True) == 0
-    del model.layer, model.more
-    with pytest.raises(StopIteration):
-        _ = model.device
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_4_bit_weights_with_one_scale_a_row_are_told(symmetric, tmp_path):
-    plain = Plain(transformers.LlamaConfig())
-    plain.save_pretrained(tmp_path / "floats")
-    given = {"quantization_config": SkudaConfig(weights="int4", group_size=0, symmetric=symmetric)}
-    with pytest.warns(UserWarning, match="2 layers, such as layer, have.*group_size=128, 64 or 32"):
-        model = from_pretrained(tmp_path / "floats", kind=Plain, **given)
-    model.save_pretrained(tmp_path / "codes")
-    with pytest.warns(UserWarning, match="layer has 4-bit weights with one scale a row"):
-        found = from_pretrained(tmp_path / "codes", kind=Plain)
-    with pytest.warns(UserWarning, match="layer has"):
-        load_(plain, tmp_path / "codes")
-    for each, names in ((model, ("layer", "more")), (found, ("layer",))):  # 128 elements are a group, too
-        report = each.hf_quantizer.report
-        assert report.per_row == names
-        assert "one scale a row" in str(report)
-        assert report.layer_bytes_before == 4 * (4 * (256 + 128) + 2 * 4)
-
-
-def test_the_layers_of_falcon_become_int8(tmp_path):
-    rng = fresh()
-    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    plain = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, bias=True, pad_token_id=0)).eval()
-    plain.save_pretrained(tmp_path / "floats")
-    model, ids = from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig()), drawn_ids(rng)
-    assert len(model.hf_quantizer.report.converted) == 8
-    found = logits(model, ids)
-    assert torch.nn.functional.cosine_similarity(found, logits(plain, ids), dim=-1).min() > 0.99
-    model.save_pretrained(tmp_path / "codes")
-    assert torch.equal(logits(from_pretrained(tmp_path / "codes"), ids), found)
-    load_(plain, tmp_path / "codes")
-    assert torch.equal(logits(plain, ids), found)
 
 
 def test_without_the_package_the_error_names_the_command():

@@ -190,7 +190,7 @@ def write_pairs(problem: Any, *, x: Any, factors: Any, y: Any) -> None:
     y[...] = (x[:, : problem.d] + x[:, problem.d :]) * factors
 
 
-def test_an_array_that_disagrees_with_the_sizes_that_others_gave_is_refused_by_name():
+def test_an_array_of_other_sizes_is_refused_by_name():
     descriptor = declaring(
         array("x", "n, d * 2"), array("factors", "d"), ArgumentSpec("y", Role.OUTPUT, "element", "n, d")
     )

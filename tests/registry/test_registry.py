@@ -29,7 +29,7 @@ from skuda.registry import (
 )
 
 
-def test_the_id_of_every_built_in_kernel_parses_back_and_its_record_survives_json():
+def test_ids_parse_back_and_records_survive_json():
     for sku in built_in_registry():
         assert SkuIdentity.parse(sku.id) == sku.identity, sku.id
         assert sku.identity.id == sku.id

@@ -17,7 +17,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -311,13 +311,6 @@ def test_tensors_are_exchanged_by_nccl_of_vllm_if_it_has_it(alone, monkeypatch, 
     assert calls == [{"max": distributed.ReduceOp.MAX, "sum": distributed.ReduceOp.SUM}[how]]
     assert torch.equal(found, given if disabled else given + 1)
     assert found.data_ptr() != given.data_ptr()
-
-
-def test_a_row_parallel_layer_of_one_rank_is_vllms(served):
-    layer = made("row", torch.bfloat16, SkudaConfig())
-    assert type(layer.scheme.kernel) is Kernel
-    assert isinstance(layer, RowParallelLinear)
-    assert layer.reduce_results
 
 
 def test_vllm_keeps_no_layer_for_its_reload(served):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import fresh
+from support import fresh, sampled
 from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm_layers import PARTS, SCHEMES, K, checkpoint, load, made, memory, quantization, ready, reloading
@@ -36,7 +36,7 @@ def assert_same(layer, other, rng):
     assert torch.equal(layer(x)[0].view(torch.int16), other(x)[0].view(torch.int16))
 
 
-@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("kind", sampled(PARTS, 2))
 @pytest.mark.parametrize("name", SCHEMES)
 def test_weights_are_replaced_in_their_memory(served, kind, name):
     rng, scheme = fresh(kind, name), SCHEMES[name]
@@ -50,8 +50,8 @@ def test_weights_are_replaced_in_their_memory(served, kind, name):
     assert_same(layer, new(kind, torch.bfloat16, parts, scheme), rng)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.float16, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("kind", sampled(PARTS, 2))
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.get("dynamic", True)])
 def test_floating_weights_are_quantized_on_the_way(served, kind, name, dtype):
     rng, scheme = fresh(kind, dtype, name), SCHEMES[name]
@@ -89,7 +89,7 @@ def test_a_weight_that_a_layer_cannot_hold_is_refused(served, group_size, wrong)
     assert torch.equal(layer.weight, codes)
 
 
-@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("kind", sampled(PARTS, 2))
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, name):
     rng, scheme = fresh(kind, name), SCHEMES[name]

@@ -12,7 +12,7 @@ from importlib import metadata
 
 import pytest
 
-from skuda.tools.commands import COMMANDS, RETIRED, loaded
+from skuda.tools.commands import COMMANDS, REMOVED, loaded
 from skuda.tools.show import list as listing
 
 LINEAR = ["explain", "quantized_linear", "--m", "8", "--n", "4096", "--k", "4096"]
@@ -77,6 +77,33 @@ def test_help_imports_nothing_heavy():
     assert done.stderr == "[]\n"
 
 
+@pytest.mark.parametrize("absent", ["typer", "rich"])
+@pytest.mark.parametrize("command", ["list", "doctor"])
+def test_without_the_extra_cli_one_line_says_what_to_install(absent, command):
+    code = (
+        f"import sys; sys.modules[{absent!r}] = None\nfrom skuda.tools.cli import main; sys.exit(main([{command!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"skuda: the command needs {absent} (")
+    assert done.stderr.endswith("; run: pip install 'skuda[cli]'\n")
+
+
+def test_programs_and_the_conformance_suite_need_neither_typer_nor_rich():
+    code = """
+import sys
+sys.modules.update(typer=None, rich=None)
+import numpy as np
+import skuda.tools.smoothquant, skuda.tools.checkpoint, skuda.tools.verify.checks
+from skuda.dispatch import Dispatcher
+from skuda.kernels.elementwise import FillDescriptor
+from skuda.tools.testing import Conformance
+print(Dispatcher().run(FillDescriptor(numel=2, output_element="f32"), value=1.5, output=np.zeros(2, np.float32)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[1.5 1.5]\n", "")
+
+
 # --------------------------------------------------------------------------------------------------------- completion
 
 
@@ -124,7 +151,7 @@ BAD = {
     "unknown command": (["lst"], "Did you mean 'list'?"),
     **{
         f"retired {name}": ([name, "--steps", "2"], f"`skuda {name}` is gone; instead use `{instead}`")
-        for name, instead in RETIRED.items()
+        for name, instead in REMOVED.items()
     },
     "unknown option": (["list", "--elment", "f32"], "--element"),
     "unknown verb": (["cache", "lss"], "Did you mean 'ls'?"),

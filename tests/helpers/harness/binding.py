@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from harness import emulator
 from harness.emulator import SANITIZED, Library, Value
-from support import FLOAT_DTYPES, Guarded
+from support import Guarded
 
 from skuda.dispatch.host.rules import number
 from skuda.kernels.dtypes import storage_dtype
@@ -35,41 +35,19 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.source import resolve
 
 Shape = tuple[int, ...]
-_OUTSIDE, _GUARD, _ALIGNMENT = 0x55, 96, 256
 _LETTER = {ElementKind.S32: "i", ElementKind.S64: "l", ElementKind.F32: "f", ElementKind.F64: "d"}
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
 
 
-class Placed(Guarded):
-    """A poisoned array with given byte strides, `offset` bytes after a 256-byte boundary, between guard zones."""
-
-    def __init__(self, shape: Shape, dtype: Any, strides: Shape | None = None, offset: int = 0) -> None:
-        dtype = np.dtype(dtype)
-        strides = _contiguous(shape, dtype.itemsize) if strides is None else strides
-        span = dtype.itemsize + sum((max(n, 1) - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        self._bytes = np.full(span + offset + 2 * _GUARD + 2 * _ALIGNMENT, _OUTSIDE, np.uint8)
-        start = _GUARD + -(self._bytes.ctypes.data + _GUARD) % _ALIGNMENT + offset
-        self._outside = np.ones(self._bytes.shape, bool)
-        np.ndarray((*shape, dtype.itemsize), bool, self._outside, start, (*strides, 1))[...] = False
-        self._bytes[~self._outside] = 0xFF if dtype in FLOAT_DTYPES else 0xA6
-        self.array = np.ndarray(shape, dtype, self._bytes, start, strides)
-        self._before = self._bytes.copy()
-
-    def fill(self, values: np.ndarray) -> Placed:
-        """Copy `values` in, for `assert_unchanged`."""
-        self.array[...] = values
-        self._before = self._bytes.copy()
-        return self
-
-    def forbid(self, *, forbidden: bool) -> None:
-        """Tell AddressSanitizer whether the bytes beside the elements may be touched."""
-        poison, allow = _poisoning()
-        allow(self._bytes.ctypes.data, self._bytes.size)
-        edges = np.flatnonzero(np.diff(self._outside, prepend=False, append=False))
-        for start, end in edges.reshape(-1, 2) if forbidden else ():
-            poison(self._bytes.ctypes.data + int(start), int(end - start))
+def forbid(made: Guarded, *, forbidden: bool = True) -> None:
+    """Tell AddressSanitizer whether the bytes beside the elements may be touched."""
+    poison, allow = _poisoning()
+    allow(made.bytes.ctypes.data, made.bytes.size)
+    edges = np.flatnonzero(np.diff(made.outside, prepend=False, append=False))
+    for start, end in edges.reshape(-1, 2) if forbidden else ():
+        poison(made.bytes.ctypes.data + int(start), int(end - start))
 
 
 @cache
@@ -118,7 +96,7 @@ def place(
         offset = int(rng.integers(1, 17)) * dtype.itemsize if rng.random() < 0.3 else 0
         if name in aligned:
             pad, offset = -(-pad // 16) * 16, offset // dtype.itemsize * 16
-        array = Placed(shape, dtype, _contiguous(shape, dtype.itemsize, rows, pad), offset)
+        array = Guarded(shape, dtype, _contiguous(shape, dtype.itemsize, rows, pad), offset)
         placed[name] = array if written else array.fill(value)
     return placed
 
@@ -150,22 +128,22 @@ def run_steps(
 ) -> None:
     """Run everything that a launch rule says, in order."""
     arguments = {argument.name: argument for argument in problem.arguments()}
-    arrays = {name: value.array if isinstance(value, Placed) else value for name, value in placed.items()}
-    scratch = {name: Placed((size,), np.uint8) for name, size in launch.scratch}
+    arrays = {name: value.array if isinstance(value, Guarded) else value for name, value in placed.items()}
+    scratch = {name: Guarded((size,), np.uint8) for name, size in launch.scratch}
     if ZEROS in scratch:
         scratch[ZEROS].fill(0)
     arrays |= {name: made.array for name, made in scratch.items()}
     view = _view(launch, arguments, arrays, shapes)
-    memory = [value for value in (*placed.values(), *scratch.values()) if isinstance(value, Placed)]
+    memory = [value for value in (*placed.values(), *scratch.values()) if isinstance(value, Guarded)]
     for made in memory if SANITIZED else ():
-        made.forbid(forbidden=True)
+        forbid(made)
     for step in launch.steps:
         if 0 in step.grid:
             continue
         values = [_value(parameter, problem, arguments, arrays, view) for parameter in step.parameters]
         library.launch(step.entry, step.grid, step.block, step.shared, values, overlaps=step.overlaps)
     for made in memory if SANITIZED else ():
-        made.forbid(forbidden=False)
+        forbid(made, forbidden=False)
     for made in scratch.values():
         made.assert_only_elements_written()
     assert ZEROS not in scratch or not scratch[ZEROS].array.any()

@@ -132,9 +132,9 @@ def test_facts_name_circumstances_rivals_and_what_is_absent():
 
 def test_a_stale_record_looks_stale(shown):
     assert "stale" not in section(some_record(), "facts")
-    old = some_record(measurer_hash="0" * 16)
-    assert "- stale: measured by other measuring code\n" in section(old, "facts")
-    assert "measured by other measuring code" in shown(old, width=140)[1]
+    old = some_record(method=0)
+    assert "- stale: measured by method 0, today's is 1\n" in section(old, "facts")
+    assert "measured by method 0, today's is 1" in shown(old, width=140)[1]
 
 
 def test_a_terminal_shows_what_the_record_says_and_leaves_out_columns_where_it_is_narrow(shown):
