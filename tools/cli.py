@@ -109,14 +109,14 @@ def _called(given: list[str]) -> int:
     except ImportError as error:
         sys.stderr.write(f"skuda: the command needs {error.name} ({error}); run: pip install 'skuda[cli]'\n")
         return _NO
-    from skuda.tools.commands import RETIRED, app
+    from skuda.tools.commands import REMOVED, app
 
     for word in given:
         if "\0" in word or (not word.isascii() and word != word.encode(errors="replace").decode()):
             # Records, which are UTF-8, could not hold it, and would fail only after the work.
             raise typer.BadParameter(f"{word!a} is not UTF-8")
-    for name in RETIRED.keys() & given[:1]:
-        raise typer.BadParameter(f"`skuda {name}` is gone; instead use `{RETIRED[name]}`")
+    for name in REMOVED.keys() & given[:1]:
+        raise typer.BadParameter(f"`skuda {name}` is gone; instead use `{REMOVED[name]}`")
     words = [*given[1:], _SHORT[given[0]]] if given[:1] and given[0] in _SHORT else given
     try:
         return int(typer.main.get_command(app).main(args=words, prog_name="skuda", standalone_mode=False) or 0)

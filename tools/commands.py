@@ -91,7 +91,7 @@ COMMANDS = {
     "doctor": Command("commands:doctor", "Check this machine, and name what fixes it.", "doctor"),
     "demo": Command("demo.command:run", "Run a real sentence encoder in int8, and in f32.", "demo --device host"),
 }
-RETIRED = {"bench-parallel": "skuda bench-model --ranks 2", "train-check": "python docs/examples/policy.py"}
+REMOVED = {"bench-parallel": "skuda bench-model --ranks 2", "train-check": "python docs/examples/policy.py"}
 """What does the work of commands that are gone."""
 
 

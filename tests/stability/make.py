@@ -133,12 +133,14 @@ def entry_points(*_):
 def commands(*_):
     import typer
 
-    from skuda.tools.commands import app
+    from skuda.tools.commands import COMMANDS, app, loaded
 
-    def options(command):
+    def options(command, path=""):
+        command = loaded(path) if path in COMMANDS else command
         verbs = getattr(command, "commands", {})
         words = (word for one in command.params for word in one.opts if word.startswith("-"))
-        return {name: options(verb) for name, verb in verbs.items()} | {word: {} for word in words}
+        below = {name: options(verb, f"{path} {name}".strip()) for name, verb in verbs.items()}
+        return below | {word: {} for word in words}
 
     return options(typer.main.get_command(app))
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from make import FACADES, HERE, KINDS, OF_TORCH, imported, lost
 
-from skuda.tools.commands import RETIRED as REMOVED
+from skuda.tools.commands import REMOVED
 
 FOLDERS = sorted(path.parent for path in HERE.glob("*/promised.json"))
 RETIRED = json.loads((HERE / "retired.json").read_text())

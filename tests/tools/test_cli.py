@@ -12,7 +12,7 @@ from importlib import metadata
 
 import pytest
 
-from skuda.tools.commands import COMMANDS, RETIRED, loaded
+from skuda.tools.commands import COMMANDS, REMOVED, loaded
 from skuda.tools.show import list as listing
 
 LINEAR = ["explain", "quantized_linear", "--m", "8", "--n", "4096", "--k", "4096"]
@@ -151,7 +151,7 @@ BAD = {
     "unknown command": (["lst"], "Did you mean 'list'?"),
     **{
         f"retired {name}": ([name, "--steps", "2"], f"`skuda {name}` is gone; instead use `{instead}`")
-        for name, instead in RETIRED.items()
+        for name, instead in REMOVED.items()
     },
     "unknown option": (["list", "--elment", "f32"], "--element"),
     "unknown verb": (["cache", "lss"], "Did you mean 'ls'?"),

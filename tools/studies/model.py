@@ -15,16 +15,15 @@ from skuda.registry.device import device_named
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.study.record import Record
-from skuda.tools.study.requirement import Requirement, requirements
-from skuda.tools.study.view import Parts, Sections, Table
+from skuda.tools.study.view import Parts, Requirement, Sections, Table, requirements
 
 Phase = Literal["decode", "prefill"]
 REAL_ONE, REAL_ALL, INT8_ONE, INT8_ALL = ("bf16 x1", "bf16 xN", "skuda x1", "skuda xN")
 RANKED = {REAL_ONE: "nothing quantized, on one rank", REAL_ALL: "nothing quantized, on all ranks"}
 RANKED |= {INT8_ONE: "DynamicLinear and fuse_, on one rank", INT8_ALL: "the same and parallelize_, on all ranks"}
 """The forms of an MLP that ranks share, each with what it computes."""
-REAL, OURS = ("bf16", "bf16 compiled"), ("skuda", "skuda compiled", INT8_ALL)
-"""Names of the forms that quantize nothing, and of ours with torch's attention, or on all ranks."""
+REAL, OURS = ("bf16", "bf16 compiled"), ("skuda", "skuda compiled")
+"""Names of the forms that quantize nothing, and of ours with torch's attention."""
 LLAMA_3_70B = {"hidden": 8192, "intermediate": 28672}
 _FEW, _MANY = 16, 2048
 _RANK_GAINS = {True: (1.6, 1.5), False: (1.8, 1.7)}
@@ -123,8 +122,8 @@ class Timed:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The medians over that of the fastest form of ours: above 1 if ours is faster; empty without ours."""
-        ours = min((us for name, us in self.times.items() if name in OURS), default=None)
+        """The medians over that of the fastest form of ours, or of ours on all ranks; empty without ours."""
+        ours = min((us for name, us in self.times.items() if name in (*OURS, INT8_ALL)), default=None)
         return {name: us / ours for name, us in self.times.items()} if ours else {}
 
 
