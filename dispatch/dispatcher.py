@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from skuda.dispatch.advance import Prepared, Progress, Rows, prepare_rows
 from skuda.dispatch.backends.base import Backend, BackendStatus
@@ -14,13 +15,12 @@ from skuda.dispatch.machine import Machine
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.planner import Planner
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
-from skuda.dispatch.question import backends_of, check, checked, refuse, tuned_by
 from skuda.dispatch.select import match
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, log_selection, logger_of
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.device import HOST, Device
-from skuda.registry.errors import InvalidProblem, Unsupported
+from skuda.registry.device import HOST, KNOWN_DEVICES, Device, device_named
+from skuda.registry.errors import InvalidProblem, InvalidRecord, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.registry.text import shown
@@ -28,6 +28,7 @@ from skuda.registry.text import shown
 if TYPE_CHECKING:
     from skuda.dispatch.plugins.loading import Plugin
     from skuda.dispatch.select.explanation import Explanation
+    from skuda.dispatch.select.measured import Tuned
     from skuda.dispatch.select.tuning import Tuning
 
 
@@ -68,11 +69,11 @@ class Dispatcher:
         on_selection: Observer | None = None,
         nvtx: bool | None = None,
     ) -> None:
-        check("registry", registry, Registry, "be a Registry, or None for the installed ops and kernels")
-        check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
-        check("nvtx", nvtx, bool, "be True, False or None")
-        given = None if backends is None else backends_of(backends)
-        self._tuned = tuned_by(tuning_file() if tuning is None else tuning, self.choices)
+        _check("registry", registry, Registry, "be a Registry, or None for the installed ops and kernels")
+        _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
+        _check("nvtx", nvtx, bool, "be True, False or None")
+        given = None if backends is None else _backends_of(backends)
+        self._tuned = _tuned_by(tuning_file() if tuning is None else tuning, self.choices)
         self._machine = Machine.found(registry, given)
         self._launches = Launches()
         log = log_selection if logger_of("dispatch") is not None else None
@@ -108,10 +109,7 @@ class Dispatcher:
         return self._machine.devices
 
     def select(
-        self,
-        problem: Descriptor,
-        preference: PlanPreference | None = NO_PREFERENCE,
-        device: Device | str | None = None,
+        self, problem: Descriptor, preference: PlanPreference | None = NO_PREFERENCE, device: Device | str | None = None
     ) -> Plan:
         """Choose the best kernel for a problem and prepare it.
 
@@ -138,7 +136,7 @@ class Dispatcher:
         Unsupported
             If no kernel can serve the problem. The error carries every reason.
         """
-        return self._plan(*checked(self._machine, problem, preference, device))
+        return self._plan(*_checked(self._machine, problem, preference, device))
 
     def _plan(self, problem: Descriptor, preference: PlanPreference, device: Device) -> Plan:
         plan = self._planner.plan(problem, preference, device)
@@ -162,7 +160,7 @@ class Dispatcher:
         """
         rows, here = tuple(rows), HOST
         for each in rows:
-            _, _, here = checked(self._machine, each.problem, None, device)
+            _, _, here = _checked(self._machine, each.problem, None, device)
         return prepare_rows(self._planner, self._machine, rows, here, progress)
 
     def recorded(self) -> AbstractContextManager[set[tuple[Descriptor, Device]]]:
@@ -182,7 +180,7 @@ class Dispatcher:
             If the kernel no longer has the plan's configuration.
         """
         if not isinstance(plan, Plan):
-            refuse("plan", plan, "be a Plan, such as Plan.model_validate_json(...)")
+            _refuse("plan", plan, "be a Plan, such as Plan.model_validate_json(...)")
         return self._planner.prepare(plan)
 
     def run(
@@ -228,10 +226,10 @@ class Dispatcher:
         try:
             device = self._machine.device_of(type(problem).op_name(), arrays)
         except (AttributeError, KeyError):
-            checked(self._machine, problem, preference, HOST)
+            _checked(self._machine, problem, preference, HOST)
             raise
         if preference is not NO_PREFERENCE and preference is not None:
-            problem, preference, device = checked(self._machine, problem, preference, device)
+            problem, preference, device = _checked(self._machine, problem, preference, device)
         return self._plan(problem, preference or NO_PREFERENCE, device).first_run(asked, arrays, stream)
 
     def first_run(
@@ -242,10 +240,7 @@ class Dispatcher:
         return plan.first_run(key, arrays, None, positions)
 
     def explain(
-        self,
-        problem: Descriptor,
-        preference: PlanPreference | None = NO_PREFERENCE,
-        device: Device | str | None = None,
+        self, problem: Descriptor, preference: PlanPreference | None = NO_PREFERENCE, device: Device | str | None = None
     ) -> Explanation:
         """Return what `select` would choose for the same arguments and why, even if it would fail.
 
@@ -254,7 +249,7 @@ class Dispatcher:
         InvalidProblem
             For an argument of the wrong type, or an unknown device.
         """
-        problem, preference, device = checked(self._machine, problem, preference, device)
+        problem, preference, device = _checked(self._machine, problem, preference, device)
         asked = (self.registry, problem, device, preference, self._machine.obstacles)
         found = match.explain(*asked, self._machine.notes(problem, preference, device), tuned=self._tuned)
         chosen = self.registry.sku(found.chosen or "")
@@ -274,8 +269,8 @@ class Dispatcher:
             For an argument of the wrong type.
         """
         if not isinstance(sku, KernelSku):
-            refuse("sku", sku, "be a KernelSku, such as Registry.sku(...)")
-        problem, _, device = checked(self._machine, problem, None, device)
+            _refuse("sku", sku, "be a KernelSku, such as Registry.sku(...)")
+        problem, _, device = _checked(self._machine, problem, None, device)
         return self._machine.choices(sku, problem, device)
 
     def describe(self, op: str, **fields: Any) -> Descriptor:
@@ -291,3 +286,79 @@ class Dispatcher:
         if known is None:
             raise InvalidProblem("Dispatcher.describe", "op", shown(op), f"be one of {', '.join(self.registry.ops)}")
         return known.descriptor(**fields)
+
+
+def _checked(
+    machine: Machine, problem: object, preference: PlanPreference | None, device: Device | str | None
+) -> tuple[Descriptor, PlanPreference, Device]:
+    """Return the arguments of a selection with their defaults.
+
+    Raise `InvalidProblem` for an argument of the wrong type, or an unknown device.
+    """
+    if isinstance(problem, type) and issubclass(problem, Descriptor):
+        _refuse("problem", problem, f"be one of its problems: {problem.__name__}(...)")
+    if not isinstance(problem, Descriptor) or "op" not in type(problem).__pydantic_fields__:
+        _refuse("problem", problem, "be a descriptor, such as Dispatcher.describe(op, ...)")
+    _check("preference", preference, PlanPreference, "be a PlanPreference, such as PlanPreference(backend=...)")
+    if isinstance(device, str):
+        device = _named(machine, device)
+    _check("device", device, Device, "be a Device, the name of one, or None")
+    return problem, preference or NO_PREFERENCE, device or machine.devices[0]
+
+
+def _named(machine: Machine, name: str) -> Device:
+    here: dict[str, Device] = {}
+    for device in machine.devices:
+        here.setdefault(device.processor, device)
+        here[f"{device.processor}:{device.ordinal}"] = device
+    found = here.get(name.strip().lower())
+    if found is None:
+        try:
+            found = device_named(name)
+        except InvalidRecord:
+            cards = ", ".join(card for card in KNOWN_DEVICES if card not in here)
+            _refuse("device", name, f"be one of {', '.join(here)}, which are here, or of {cards}")
+    return found
+
+
+def _tuned_by(
+    tuning: Tuning | str | os.PathLike[str] | None, choices: Callable[[KernelSku, Descriptor, Device], tuple[str, ...]]
+) -> Tuned | None:
+    """Return the measured times that are given, or those of a file. Return None for None and for an empty string."""
+    if tuning is None or (isinstance(tuning, str) and not tuning):
+        return None
+    # Imported here, because few programs have measured times.
+    from skuda.dispatch.select.environment import driver_of
+    from skuda.dispatch.select.measured import Tuned
+    from skuda.dispatch.select.tuning import Tuning
+
+    def driver(device: Device) -> str | None:
+        return driver_of(device) if device.ordinal is not None else None
+
+    _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
+    if isinstance(tuning, Tuning):
+        return Tuned(tuning, "a tuning of this program", driver, choices)
+    return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), driver, choices)
+
+
+def _backends_of(given: Iterable[object]) -> tuple[Backend, ...]:
+    """Return backends, or raise `InvalidProblem` for anything else."""
+    try:
+        found = tuple(given)
+    except TypeError:
+        _refuse("backends", given, "be several Backends, or None for the installed ones")
+    for backend in found:
+        if not isinstance(backend, Backend):
+            _refuse("backends", backend, "hold Backends, such as NumpyBackend()")
+    return tuple(backend for backend in found if isinstance(backend, Backend))
+
+
+def _check(argument: str, given: object, kind: Any, must: str) -> None:
+    """Raise `InvalidProblem` for an argument that is neither None nor of a kind."""
+    if given is not None and not isinstance(given, kind):
+        _refuse(argument, given, must)
+
+
+def _refuse(argument: str, given: object, must: str) -> NoReturn:
+    """Raise `InvalidProblem` for an argument of a `Dispatcher`."""
+    raise InvalidProblem("Dispatcher", argument, shown(given), must)

@@ -14,51 +14,28 @@ is never None. For any other call it does nothing and returns None."""
 
 
 class Positions(NamedTuple):
-    """How an op of torch calls a kernel: arrays by position, with shapes of its own, and all outputs new.
-
-    Attributes
-    ----------
-    names : tuple of (str or None)
-        The argument at each position. None for one that was left out.
-    arrays : mapping of str to object
-        The arrays of the call. The kernel gets views of them with other shapes, of the same memory.
-    shapes : mapping of str to tuple of int
-        The shape that each output gets, in stored elements.
-    results : tuple of str
-        The outputs in the order of the result.
-    several : type or None
-        The type of the result, tuple or list. None for a single output.
-    unless : str
-        An expression. Where it is true, a launch does nothing.
-    known : mapping of str to object
-        The names that `unless` uses.
-    """
+    """How an op of torch calls a kernel: arrays by position, with shapes of its own, and all outputs new."""
 
     names: tuple[str | None, ...]
+    """The argument at each position. None for one that was left out."""
     arrays: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    results: tuple[str, ...]
+    """The arrays of the call. The kernel gets views of them with other shapes, of the same memory."""
+    shapes: Mapping[str, tuple[int, ...]]  # the shape that each output gets, in stored elements
+    results: tuple[str, ...]  # the outputs in the order of the result
     several: type[tuple[Any, ...] | list[Any]] | None
+    """The type of the result, tuple or list. None for a single output."""
     unless: str
-    known: Mapping[str, Any]
+    """An expression. Where it is true, a launch does nothing."""
+    known: Mapping[str, Any]  # the names that `unless` uses
 
 
 class FirstRun(NamedTuple):
-    """The result of a first run, and what serves calls like it.
-
-    Attributes
-    ----------
-    result : object
-        The op's result.
-    launch : Launch or None
-        Serves calls like this one. None if nothing recognizes them.
-    placed : bool
-        Whether an array of the call is on the device, so that a call like it runs there.
-    """
+    """The result of a first run, and what serves calls like it."""
 
     result: Any
     launch: Launch | None
-    placed: bool
+    """Serves calls like this one. None if nothing recognizes them."""
+    placed: bool  # whether an array of the call is on the device, so that a call like it runs there
 
 
 _MOST_KEYS = 8192
@@ -72,12 +49,8 @@ class Launches:
     """The launches of the latest calls, by key. Whoever runs a kernel asks here first.
 
     A key is what its user finds out fastest about a call. `Dispatcher.run` asks by problem and preference, `Plan.run`
-    by its plan, and an op of torch by shapes, dtypes and fields. The launch checks the rest.
-
-    Attributes
-    ----------
-    of : dict
-        The launches by key, newest first. Read it with ``of.get(key, ())``. It is always the same dictionary.
+    by its plan, and an op of torch by shapes, dtypes and fields. The launch checks the rest. `of` has the launches by
+    key, newest first. Read it with ``of.get(key, ())``. It is always the same dictionary.
     """
 
     def __init__(self) -> None:

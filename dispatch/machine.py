@@ -29,22 +29,8 @@ class Machine:
     """The kernels of a registry, the backends that run them here, and what was set aside.
 
     Backends of plug-ins are asked with care: whatever they raise sets the plug-in aside, and other kernels serve.
-
-    Parameters
-    ----------
-    registry : Registry
-        The ops and kernels.
-    backends : iterable of Backend
-        The backends.
-    plugins : iterable of Plugin
-        The plug-ins that were found, loaded or not.
-    brought : mapping of str to Plugin
-        The plug-in of each backend that comes from one, by the backend's name.
-
-    Attributes
-    ----------
-    changed : callable
-        Called with the ids of kernels that cannot be used any more.
+    `plugins` were found, loaded or not. `brought` has the plug-in of each backend that comes from one, by the backend's
+    name. `changed` is called with the ids of kernels that cannot be used any more.
     """
 
     def __init__(
@@ -136,23 +122,14 @@ class Machine:
     def device_of(self, op: str, arrays: Mapping[str, object]) -> Device:
         """Return the one device that holds all arrays; the CPU if there are none.
 
-        Raises
-        ------
-        InvalidProblem
-            If they are on different devices.
+        Raise `InvalidProblem` if they are on different devices.
         """
         place = common_place(op, arrays)
         found = self._by_place.get(place)
         return found or Device(name=f"CUDA device {place[1]}", processor="cuda", ordinal=place[1])
 
     def prepared(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str) -> Runner:
-        """Return a runner of a kernel.
-
-        Raises
-        ------
-        Misbehaved
-            If the backend of a plug-in fails.
-        """
+        """Return a runner of a kernel. Raise `Misbehaved` if the backend of a plug-in fails."""
         backend = self.backends[sku.backend]
         if sku.backend in self._brought:
             runner: Runner = ask(backend, "prepare", sku, problem, device, *filter(None, [choice]))
@@ -169,10 +146,7 @@ class Machine:
     def make_ready(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str) -> bool | None:
         """Load a kernel, and return whether it was compiled; see `Backend.make_ready`.
 
-        Raises
-        ------
-        Misbehaved
-            If the backend of a plug-in fails.
+        Raise `Misbehaved` if the backend of a plug-in fails.
         """
         if sku.backend in self._brought:
             self.prepared(sku, problem, device, choice)
@@ -242,10 +216,7 @@ class Machine:
     def launch_failed(self, sku: KernelSku, plugin: Plugin, error: BaseException) -> None:
         """Set aside a plug-in whose kernel raised an error. Other kernels then serve its problems.
 
-        Raises
-        ------
-        KernelFailed
-            Unless the error is transient, and so not the kernel's fault.
+        Raise `KernelFailed` unless the error is transient, and so not the kernel's fault.
         """
         if is_transient(error):
             return
@@ -290,10 +261,7 @@ class Machine:
 def common_place(op: str, arrays: Mapping[str, object]) -> tuple[str, int]:
     """Return the processor and the ordinal of the one device that holds all arrays; ("cpu", 0) if there are none.
 
-    Raises
-    ------
-    InvalidProblem
-        If they are on different devices.
+    Raise `InvalidProblem` if they are on different devices.
     """
     places = {}
     for name, value in arrays.items():

@@ -36,21 +36,11 @@ def _descriptor(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """What makes a plan able to run.
-
-    Attributes
-    ----------
-    runner : Runner
-        The prepared kernel.
-    launches : Launches
-        The cache of launches.
-    following, failed : callable
-        As in `Plan.prepared`.
-    """
+    """What makes a plan able to run."""
 
     runner: Runner
     launches: Launches
-    following: Callable[[], Plan | None]
+    following: Callable[[], Plan | None]  # as in `Plan.prepared`
     failed: Callable[[BaseException], None] | None
 
 
@@ -157,21 +147,6 @@ class Plan(Value):
         """Remarks for the user, for example the configuration and its predicted time."""
         notes = tuple(map(one_line, self._prepared.runner.notes)) if self._prepared is not None else ()
         return (self.measured, *notes) if self.measured else notes
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks."""
-        from skuda.dispatch.select.explanation import as_json, html_table
-
-        fields = as_json(self.problem).items()
-        rows = {
-            "problem": ", ".join(f"{name}={value}" for name, value in fields if name != "op"),
-            "device": self.device.describe(),
-            "configuration": self.choice,
-            "workspace": f"{self.workspace_size} bytes",
-            "guarantee": self.precision_guarantee.describe(),
-            "notes": "; ".join(self.notes),
-        }
-        return html_table(f"plan: {self.sku.id}", ((name, value) for name, value in rows.items() if value))
 
     def can_implement(self, **arrays: Any) -> bool:
         """Check arguments without running.

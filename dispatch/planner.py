@@ -14,7 +14,7 @@ from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins.asking import Misbehaved
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select import match
-from skuda.dispatch.select.pick import Pick
+from skuda.dispatch.select.match import Pick
 from skuda.dispatch.system.locks import Locks, lock
 from skuda.dispatch.telemetry import Observer, Ranges, Selection, Watch
 from skuda.registry.descriptor import Descriptor
@@ -32,20 +32,9 @@ _MOST_PLANS = 4096
 class Planner:
     """Makes plans for a machine, each of them once.
 
-    Parameters
-    ----------
-    machine : Machine
-        What works here.
-    launches : Launches
-        The cache of launches, which the plans use.
-    tuned : Tuned or None
-        Measured times that may change the choice.
-    observers : iterable of callable
-        Called with a `Selection` after every selection.
-    ranges : Ranges or None
-        NVTX ranges for all launches.
-    explain : callable
-        Explains a selection by problem, preference and device.
+    The plans use the cache `launches`. The times of `tuned` may change the choice. `observers` are called with a
+    `Selection` after every selection. `ranges` makes NVTX ranges of launches. `explain` explains a selection by
+    problem, preference and device.
     """
 
     def __init__(

@@ -84,11 +84,7 @@ _TEST_SEED = Setting(
     "when `skuda.tools.testing` is imported",
 )
 _VLLM = Setting(
-    "SKUDA_VLLM",
-    "`0` or `1`",
-    "`1`",
-    "Whether skuda serves the int8 layers of vLLM.",
-    "when vLLM loads its plug-ins",
+    "SKUDA_VLLM", "`0` or `1`", "`1`", "Whether skuda serves the int8 layers of vLLM.", "when vLLM loads its plug-ins"
 )
 _VLLM_FUSE = Setting(
     "SKUDA_VLLM_FUSE",
@@ -146,13 +142,7 @@ def refuse_multicast() -> None:
 
 
 def logged_topics() -> frozenset[str]:
-    """Return the topics that ``SKUDA_LOG`` names.
-
-    Raises
-    ------
-    InvalidRecord
-        For an unknown topic.
-    """
+    """Return the topics that ``SKUDA_LOG`` names. Raise `InvalidRecord` for an unknown topic."""
     topics = frozenset(word.strip() for word in _LOG.given.split(",")) - {""}
     if not topics <= set(_TOPICS):
         raise _LOG.refuse(f"be one or more of {', '.join(_TOPICS)}, separated by commas")
@@ -160,24 +150,12 @@ def logged_topics() -> frozenset[str]:
 
 
 def nvtx_enabled() -> bool:
-    """Whether ``SKUDA_NVTX`` requests ranges around launches.
-
-    Raises
-    ------
-    InvalidRecord
-        If it is neither 0 nor 1.
-    """
+    """Whether ``SKUDA_NVTX`` requests ranges around launches. Raise `InvalidRecord` if it is neither 0 nor 1."""
     return _switch(_NVTX, otherwise=False)
 
 
 def serves_vllm() -> bool:
-    """Whether ``SKUDA_VLLM`` lets skuda serve the int8 layers of vLLM.
-
-    Raises
-    ------
-    InvalidRecord
-        If it is neither 0 nor 1.
-    """
+    """Whether ``SKUDA_VLLM`` lets skuda serve int8 layers of vLLM. Raise `InvalidRecord` if it is neither 0 nor 1."""
     return _switch(_VLLM, otherwise=True)
 
 
@@ -190,22 +168,13 @@ def vllm_plugins() -> frozenset[str] | None:
 def fuses_in_vllm() -> bool:
     """Whether ``SKUDA_VLLM_FUSE`` lets norms and gated activations write int8 codes in vLLM.
 
-    Raises
-    ------
-    InvalidRecord
-        If it is neither 0 nor 1.
+    Raise `InvalidRecord` if it is neither 0 nor 1.
     """
     return _switch(_VLLM_FUSE, otherwise=True)
 
 
 def conformance_seed() -> int:
-    """Return the seed of ``SKUDA_TEST_SEED``, or a fresh one.
-
-    Raises
-    ------
-    InvalidRecord
-        If it is not a whole number.
-    """
+    """Return the seed of ``SKUDA_TEST_SEED``, or a fresh one. Raise `InvalidRecord` if it is not a whole number."""
     if _TEST_SEED.given and not _TEST_SEED.given.isdecimal():
         raise _TEST_SEED.refuse("be a whole number")
     return int(_TEST_SEED.given or int.from_bytes(os.urandom(4), "little"))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from skuda.dispatch.plan import Plan
     from skuda.dispatch.preference import PlanPreference
     from skuda.dispatch.select.explanation import Decision, Explanation
-    from skuda.dispatch.select.pick import Pick
+    from skuda.dispatch.select.match import Pick
     from skuda.registry.descriptor import Descriptor
     from skuda.registry.device import Device
     from skuda.registry.sku import KernelSku
@@ -195,32 +195,19 @@ def _outcome(selection: Selection) -> str:
 
 
 class Loaded(NamedTuple):
-    """A kernel that was loaded.
-
-    Attributes
-    ----------
-    sku : str
-        Its id.
-    built : bool
-        Whether it was compiled here. Otherwise it came from a bundle or the cache.
-    seconds : float
-        The time until it was loaded.
-    """
+    """A kernel that was loaded."""
 
     sku: str
     built: bool
-    seconds: float
+    """Whether it was compiled here. Otherwise it came from a bundle or the cache."""
+    seconds: float  # the time until it was loaded
 
 
 class Kernels:
     """Counts the kernels that this process loads onto GPUs.
 
-    Attributes
-    ----------
-    compiled, found : int
-        Kernels that were compiled here, and that came from a bundle or the cache.
-    late : list of Loaded
-        Those of them that were loaded outside of `expected`, after `watch`: a call had to wait for each.
+    `compiled` kernels were compiled here; `found` came from a bundle or the cache. `late` has those of them that were
+    loaded outside of `expected`, after `watch`: a call had to wait for each.
     """
 
     def __init__(self) -> None:
@@ -288,10 +275,7 @@ _to_standard_error.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 def logger_of(topic: str) -> logging.Logger | None:
     """Return the logger of a topic (``dispatch`` or ``compile``) if ``SKUDA_LOG`` names the topic, else None.
 
-    Raises
-    ------
-    InvalidRecord
-        If ``SKUDA_LOG`` names an unknown topic.
+    Raise `InvalidRecord` if ``SKUDA_LOG`` names an unknown topic.
     """
     if topic not in logged_topics():
         return None
@@ -303,13 +287,7 @@ def logger_of(topic: str) -> logging.Logger | None:
 
 
 class Ranges:
-    """Opens and closes ranges of the domain ``skuda``.
-
-    Raises
-    ------
-    MissingDependency
-        If the package ``nvtx`` is absent.
-    """
+    """Opens and closes ranges of the domain ``skuda``. Raise `MissingDependency` if the package ``nvtx`` is absent."""
 
     def __init__(self) -> None:
         try:

@@ -24,7 +24,7 @@ from skuda.tools.bench.record import BenchRecord
 from skuda.tools.bench.report import compared
 from skuda.tools.files import write_whole
 from skuda.tools.studies.commands import records
-from skuda.tools.studies.parallel import INT8_ALL, ParallelRecord
+from skuda.tools.studies.model import INT8_ALL, ModelRecord
 from skuda.tools.study.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,7 +118,7 @@ def plots_of(record: Record) -> list[Plot]:
     match record:
         case BenchRecord():
             return _layer(record)
-        case ParallelRecord():
+        case ModelRecord() if record.ranks:
             return _times(record)
         case _:
             return []
@@ -140,10 +140,10 @@ def _layer(record: BenchRecord) -> list[Plot]:
     return [Plot("layer", f"Linear layer of 4096 x 4096: {record.where}", [panel])]
 
 
-def _times(record: ParallelRecord) -> list[Plot]:
+def _times(record: ModelRecord) -> list[Plot]:
     """Return ``times``: microseconds by rows, and the time of each form over ours on all ranks."""
-    points = [(result.rows, result.times, result.ratios) for result in record.results if result.times]
-    title = f"Time of a gated MLP on {record.orders.count} ranks: {record.where}"
+    points = [(phase.rows, phase.times, phase.ratios) for phase in record.phases if phase.times]
+    title = f"Time of a gated MLP on {record.ranks} ranks: {record.where}"
     return [Plot("times", title, by_rows(points))] if points else []
 
 

@@ -4,7 +4,7 @@ from skuda.registry.arch import ArchSku
 from skuda.registry.argument import Argument, ArgumentSpec, Role
 from skuda.registry.backend import BackendSpec
 from skuda.registry.constraints import Between, Constraint, MultipleOf, OneOf, ProductAtMost
-from skuda.registry.descriptor import Descriptor, FunctionalKey
+from skuda.registry.descriptor import Descriptor, FunctionalKey, storage_shape
 from skuda.registry.device import HOST, KNOWN_DEVICES, Device, device_named
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import (
@@ -21,6 +21,7 @@ from skuda.registry.errors import (
     OutOfMemory,
     RegistrationError,
     SkudaError,
+    Unaligned,
     Unsupported,
 )
 from skuda.registry.guarantee import PrecisionGuarantee, PrecisionRequirement
@@ -28,6 +29,8 @@ from skuda.registry.op import Case, Op
 from skuda.registry.reason import Reason
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku, SkuIdentity, WorkspaceTerm
+from skuda.registry.source import resolve
+from skuda.registry.value import Extent, Int32, Integer, Real, Size
 from skuda.registry.vocabulary import (
     ActivationKind,
     BackendKind,
@@ -64,9 +67,12 @@ __all__ = [
     "ElementKind",
     "ElementwiseKind",
     "EpilogueKind",
+    "Extent",
     "FloatModeError",
     "FrozenRecord",
     "FunctionalKey",
+    "Int32",
+    "Integer",
     "InvalidProblem",
     "InvalidRecord",
     "KernelFailed",
@@ -84,14 +90,19 @@ __all__ = [
     "PrecisionRequirement",
     "ProductAtMost",
     "QuantizeKind",
+    "Real",
     "Reason",
     "RegistrationError",
     "Registry",
     "Role",
     "Scaling",
+    "Size",
     "SkuIdentity",
     "SkudaError",
+    "Unaligned",
     "Unsupported",
     "WorkspaceTerm",
     "device_named",
+    "resolve",
+    "storage_shape",
 ]

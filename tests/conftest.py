@@ -161,7 +161,7 @@ def clean_python(once, wheel):
         def create(folder):
             venv.create(folder)
             pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "--disable-pip-version-check"]
-            packages = ["pip", "pytest", "setuptools>=77", wheel, *more]
+            packages = ["pip", "pytest", "setuptools>=77", f"{wheel}[cli]", *more]
             subprocess.run([*pip, "install", "--quiet", "--no-compile", *packages], check=True)
 
         return once(name, create) / "bin" / "python"

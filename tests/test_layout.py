@@ -31,7 +31,6 @@ ORDER = (
     "dispatch.machine",
     "dispatch.planner",
     "dispatch.advance",
-    "dispatch.question",
     "dispatch.dispatcher",
     "dispatch.shard",
     "dispatch",
@@ -104,6 +103,7 @@ ORDER = (
 """Parts of `skuda`, each before those that may import it."""
 TOOLS = (
     "tools.files",
+    "tools.options",
     "tools.output",
     "tools.study",
     "tools.words",

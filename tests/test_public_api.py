@@ -182,18 +182,13 @@ NOTHING_VALID = {"log_selection", "Tuning.load", "load_layers", "ShardedPlan.bin
 MAY_FAIL_TO_OPEN = {"save_layers", "load_layers"}
 """Functions that document `OSError`."""
 CHECKED_LATER = {
-    "Argument",
-    "ArgumentSpec",
-    "Case",
-    "FunctionalKey",
-    "Op",
-    "Runner",
-    "Selection",
-    "Group",
-    "BoundShards",
-    "ShardedPlan",
+    *("Argument", "ArgumentSpec", "Case", "FunctionalKey", "Op", "Runner", "Selection"),
+    *("Choice", "Columns", "Constant", "Launch", "Leading", "Number", "Pointer", "Rows", "Step", "TensorMap"),
+    *("pointers", "s32", "s64", "strided", "cuda_skus", "numpy_skus", "resolve", "storage_shape"),
+    *("HostRunner", "CudaRunner", "bare", "blocks", "require_exact_mode"),
+    *("Group", "BoundShards", "ShardedPlan"),
 }
-"""Plain data, whose parts are checked where it is registered, protocols, and what only functions of skuda make."""
+"""Plain data, checked where it is registered, protocols, what plug-ins call, and what only functions of skuda make."""
 
 
 def kind_of(name):

@@ -5,7 +5,6 @@ The commands are imported when it runs, so that an interrupt during their import
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import errno
 import io
@@ -13,10 +12,9 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 _NO, _BAD_INPUT, _DEFECT, _INTERRUPTED = 1, 2, 70, 130
 _SHORT = {"help": "--help", "version": "--version"}
@@ -34,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0; 1 where the answer is no (no kernel, a required part missing, accuracy not reached), or where the reader of
-        standard output has left; 2 for bad input, or a file or stream that cannot be read or written; 70 for a defect
-        of skuda; 130 for an interrupt. One line on standard error says what is wrong. In Python's development mode
-        (``python -X dev -m skuda``), a defect is raised.
+        0; 1 where the answer is no (no kernel, a required part missing, accuracy not reached), where the packages of
+        the extra ``cli`` are missing, or where the reader of standard output has left; 2 for bad input, or a file or
+        stream that cannot be read or written; 70 for a defect of skuda; 130 for an interrupt. One line on standard
+        error says what is wrong. In Python's development mode (``python -X dev -m skuda``), a defect is raised.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     with _interrupts() as came:
@@ -53,52 +51,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _interrupts() -> Iterator[list[int]]:
     """Note the interrupts that come, because C code may drop one, or turn it into an error of its own.
 
-    NumPy's modules print it and fail to import; pydantic's core fails to serialize. Python raises nothing from a
-    destructor or a callback, so an interrupt in one is sent again.
+    NumPy's modules print it and fail to import; pydantic's core fails to serialize.
     """
     came: list[int] = []
-    running, here = True, threading.get_ident()
-    handler, unraisable, uncaught = signal.getsignal(signal.SIGINT), sys.unraisablehook, sys.excepthook
+    handler, uncaught = signal.getsignal(signal.SIGINT), sys.excepthook
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
         signal.default_int_handler(number, frame)
 
-    def again() -> None:
-        time.sleep(0.05)  # not at once, which would be in the same place
-        if running:
-            _interrupt(here)
-
-    def dropped(ignored: Any) -> None:
-        if issubclass(ignored.exc_type, KeyboardInterrupt):
-            came.append(signal.SIGINT)
-            _thread.start_new_thread(again, ())  # the start of a `Thread` would wait for it, here
-        else:
-            unraisable(ignored)
-
-    def printed(*error: Any) -> None:
-        if not came:
-            uncaught(*error)
-
     noted = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if noted:
         signal.signal(signal.SIGINT, note)
-    sys.unraisablehook, sys.excepthook = dropped, printed
+    sys.excepthook = lambda *error: None if came else uncaught(*error)
     try:
         yield came
     finally:
-        running = False
-        sys.unraisablehook, sys.excepthook = unraisable, uncaught
+        sys.excepthook = uncaught
         if noted:
             signal.signal(signal.SIGINT, handler)
-
-
-def _interrupt(thread: int) -> None:
-    """Interrupt a thread and its system call; on systems that cannot, only set Python's flag."""
-    if hasattr(signal, "pthread_kill") and callable(signal.getsignal(signal.SIGINT)):
-        signal.pthread_kill(thread, signal.SIGINT)
-    else:
-        _thread.interrupt_main()
 
 
 def _run(given: list[str], interrupts: list[int]) -> int:
@@ -132,8 +103,12 @@ def _run(given: list[str], interrupts: list[int]) -> int:
 
 def _called(given: list[str]) -> int:
     """Run the command line; see `main`."""
-    import typer
-
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ImportError as error:
+        sys.stderr.write(f"skuda: the command needs {error.name} ({error}); run: pip install 'skuda[cli]'\n")
+        return _NO
     from skuda.tools.commands import REMOVED, app
 
     for word in given:
@@ -151,11 +126,10 @@ def _called(given: list[str]) -> int:
 
 def _open_streams() -> None:
     """Replace closed streams, whose numbers the next file would get, and let the open ones print any text."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    # Standard output is opened for reading, so that writing fails as it does where it is closed.
+    for name, flags in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:
-            # Standard output is opened for reading, so that writing fails as it does where it is closed.
-            flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
-            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), "w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -176,7 +150,7 @@ def _reported(error: Exception, given: list[str]) -> int:
     """Say in one line what was wrong, and return the exit status."""
     if isinstance(error, ImportError):
         if given[:1] == ["doctor"]:
-            # The doctor must also work if the packages that typer needs are missing.
+            # The doctor must also work if the packages that skuda itself needs are missing.
             from skuda.tools.show import doctor
 
             return doctor.run(as_json="--json" in given)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import check_folder, check_place, replacing, write_whole
@@ -13,9 +14,6 @@ from skuda.registry.errors import InvalidProblem
 __all__ = ["check", "read_json", "read_text", "replacing", "write_whole"]
 
 _LARGEST = 64 << 20
-_DEEPEST = 100
-"""Levels of JSON: functions that recurse reach a few hundred."""
-_TOO_DEEP = "it is nested too deep"
 
 
 def check(command: str, option: str, path: Path, *, folder: bool = False) -> None:
@@ -45,15 +43,5 @@ def read_text(path: Path) -> str:
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON; raise `ValueError` for any other text, and for one that is nested deeper than records are."""
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    level = [found]
-    for _ in range(_DEEPEST):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
-        level = [value for values in inner for value in values]
-    if level:
-        raise ValueError(_TOO_DEEP)
-    return found
+    """Parse JSON; raise `ValueError` for any other text, and for one of more than 200 levels."""
+    return from_json(text)

@@ -9,13 +9,13 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:  # the conformance suite, which uses this module, also works without rich
+    from rich.console import Console, RenderableType
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
 
 _NARROWEST = 40
 """The layout needs this many columns; a narrower terminal wraps the lines."""
@@ -25,6 +25,8 @@ _LONGEST_LINE = 4000
 
 def stdout(*, stderr: bool = False) -> Console:
     """Return a console on standard output; `is_terminal` is true if a person reads it."""
+    from rich.console import Console
+
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     console.width = max(console.width, _NARROWEST)
     return console
@@ -80,6 +82,8 @@ def plain_table(*headings: str, indent: int = 0, numbers: int | None = None) -> 
 
     The first column is preceded by `indent` blanks. Columns from the index `numbers` on are aligned right.
     """
+    from rich.table import Table
+
     table = Table(
         box=None,
         pad_edge=False,
@@ -99,6 +103,8 @@ def plain_table(*headings: str, indent: int = 0, numbers: int | None = None) -> 
 
 def table_of(rows: Iterable[Sequence[object]], *headings: str, numbers: int | None = None) -> Table:
     """Return rows as a `plain_table`; None is an empty cell."""
+    from rich.text import Text
+
     table = plain_table(*headings, numbers=numbers)
     for row in rows:
         table.add_row(*("" if cell is None else cell if isinstance(cell, Text) else str(cell) for cell in row))
@@ -117,11 +123,15 @@ def facts(rows: Iterable[tuple[str, RenderableType]], width: int | None = None) 
 
 def indented(text: RenderableType, by: int) -> Padding:
     """Indent text without blanks at the ends of its lines."""
+    from rich.padding import Padding
+
     return Padding(text, (0, 0, 0, by), expand=False)
 
 
 def heading(text: str) -> Text:
     """Return the heading of a section."""
+    from rich.text import Text
+
     return Text(text, style="bold")
 
 
@@ -132,6 +142,8 @@ Report = Callable[[int, int, str], None]
 @contextmanager
 def progress() -> Iterator[Report | None]:
     """Show a progress bar on standard error; yield the function that updates it, or None without a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = stderr()
     if not console.is_terminal:
         yield None
@@ -152,9 +164,9 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def split(given: Iterable[str]) -> tuple[str, ...]:
+def split(given: Iterable[str] | None) -> tuple[str, ...]:
     """Return the values of an option that may be repeated and may hold several values, separated by commas."""
-    return tuple(dict.fromkeys(part.strip() for text in given for part in text.split(",") if part.strip()))
+    return tuple(dict.fromkeys(part.strip() for text in given or () for part in text.split(",") if part.strip()))
 
 
 OP_WORDS = {"kind": "a registered op", "more": "`skuda list` names all"}
@@ -162,7 +174,7 @@ OP_WORDS = {"kind": "a registered op", "more": "`skuda list` names all"}
 
 
 def chosen(
-    command: str, option: str, given: Iterable[str], known: Iterable[str], *, kind: str = "", more: str = ""
+    command: str, option: str, given: Iterable[str] | None, known: Iterable[str], *, kind: str = "", more: str = ""
 ) -> tuple[str, ...]:
     """Return the values of an option as `split` does; `refuse` an unknown one."""
     values, known = split(given), tuple(known)
@@ -210,6 +222,8 @@ def reflowed(documentation: str, width: int) -> Iterator[Text]:
 
     A line that ends a sentence stays the end of a line.
     """
+    from rich.text import Text
+
     lines = documentation.splitlines()
     sentence: list[str] = []
     indent = ""

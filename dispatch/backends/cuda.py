@@ -36,30 +36,15 @@ _loading = threading.Lock()
 
 
 class _Kernel(NamedTuple, Generic[Module]):
-    """A loaded kernel, which plans of all sizes share.
-
-    Attributes
-    ----------
-    sku : KernelSku
-        The kernel.
-    module : Module
-        The loaded cubin.
-    entries : dict of Kernel
-        The properties of every entry point.
-    notes : tuple of str
-        Notes on the launch and the origin of the cubin.
-    packings : dict of Struct
-        How steps pack their parameters, by entry point and formats. All of them agree with the compiled kernel.
-    built : bool
-        Whether it was compiled here.
-    """
+    """A loaded kernel, which plans of all sizes share."""
 
     sku: KernelSku
     module: Module
-    entries: dict[str, Kernel]
-    notes: tuple[str, ...]
+    entries: dict[str, Kernel]  # the properties of every entry point
+    notes: tuple[str, ...]  # notes on the launch and the origin of the cubin
     packings: dict[tuple[str, tuple[str, ...]], Struct]
-    built: bool
+    """How steps pack their parameters, by entry point and formats. All of them agree with the compiled kernel."""
+    built: bool  # whether it was compiled here
 
     def packing(self, step: Step) -> Struct:
         """Return how a step packs its parameters. Raise `CompileError` if the compiled kernel takes others."""
@@ -130,14 +115,8 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
     def prepare(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:
         """Compile or find the kernel, load it, check its parameters, allocate scratch.
 
-        Raises
-        ------
-        BundleError
-            If a bundle that the settings name cannot be used.
-        CompileError
-            If it does not compile, or is neither bundled nor cached and there is no compiler.
-        NotPrepared
-            While a stream is being captured.
+        Raise `BundleError` if a bundle that the settings name cannot be used; `CompileError` if it does not compile, or
+        is neither bundled nor cached and there is no compiler; `NotPrepared` while a stream is being captured.
         """
         found, ordinal = driver(), device.ordinal or 0
         context = found.primary_context(ordinal)
@@ -160,10 +139,7 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
     def make_ready(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> bool | None:
         """Compile or find a kernel, and load it with all of its functions. Errors as `prepare`.
 
-        Returns
-        -------
-        bool or None
-            Whether it was compiled; None if it was loaded already.
+        Return whether it was compiled; None if it was loaded already.
         """
         found, ordinal = driver(), device.ordinal or 0
         launch = self.launch_of(sku, problem, device, choice)

@@ -5,13 +5,7 @@ from __future__ import annotations
 from skuda.dispatch.backends.base import BackendStatus
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.compilers import Nvrtc, find_nvrtc, nvrtc_trouble
-from skuda.dispatch.cuda.modules import (
-    BindingsEngine,
-    BindingsModule,
-    bindings_trouble,
-    bindings_version,
-    load_module,
-)
+from skuda.dispatch.cuda.modules import BindingsEngine, BindingsModule, bindings_trouble, bindings_version, load_module
 from skuda.dispatch.cuda.packing import Packed
 from skuda.registry.backend import BUILT_IN
 

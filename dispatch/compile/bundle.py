@@ -46,34 +46,18 @@ _BY_THIS = "make it again with the `skuda bundle` of this version"
 
 
 class Manifest(Value):
-    """The description of a bundle's content.
+    """The description of a bundle's content."""
 
-    Attributes
-    ----------
-    skuda : str
-        The version that made it.
-    cubins : int
-        Schema version of the cubins' keys, the same as that of the cubin cache.
-    members : tuple of Member
-        The cubins, in the order in which they are stored.
-    """
-
-    skuda: Text
-    cubins: Integer
+    skuda: Text  # the version that made it
+    cubins: Integer  # schema version of the cubins' keys, the same as that of the cubin cache
     members: Annotated[tuple[Member, ...], Field(max_length=MOST_CUBINS)]
+    """The cubins, in the order in which they are stored."""
 
 
 class Bundle:
     """An open bundle. It keeps the manifest, and reads and checks each cubin on demand.
 
-    Attributes
-    ----------
-    path : Path
-        Its absolute path.
-    manifest : Manifest
-        The description of its content.
-    size : int
-        Size of the file in bytes.
+    `path` is absolute. `manifest` describes the content. `size` is that of the file in bytes.
     """
 
     def __init__(self, path: Path, manifest: Manifest, size: int) -> None:
@@ -101,10 +85,7 @@ class Bundle:
     def read(self, member: Member) -> bytes:
         """Return the bytes of a cubin.
 
-        Raises
-        ------
-        BundleError
-            If the file can no longer be read, or the cubin's checksum is wrong.
+        Raise `BundleError` if the file can no longer be read, or the cubin's checksum is wrong.
         """
         try:
             with open_regular(self.path) as file:
@@ -119,10 +100,7 @@ class Bundle:
     def load(self, member: Member) -> tuple[bytes, dict[str, Kernel]]:
         """Return the bytes of a cubin, and the properties of its kernels.
 
-        Raises
-        ------
-        BundleError
-            As `read`, and if the bytes are not a cubin.
+        Raise `BundleError` as `read`, and if the bytes are not a cubin.
         """
         cubin = self.read(member)
         try:
@@ -161,15 +139,8 @@ class Bundle:
 def open_bundle(name: str) -> Bundle:
     """Open a bundle and check everything but its cubins, which are checked when they are read.
 
-    Parameters
-    ----------
-    name : str
-        Its path, optionally followed by ``#sha256=`` and the required hash of the file.
-
-    Raises
-    ------
-    BundleError
-        If the file is not a bundle, is damaged, does not have the required hash, or can be written by other users.
+    Raise `BundleError` if the file is not a bundle, is damaged, does not have the required hash, or can be written by
+    other users. `name` is its path, optionally followed by ``#sha256=`` and the required hash of the file.
     """
     text, pinned, pin = name.partition(_PIN)
     path = Path(text).absolute()
@@ -240,19 +211,9 @@ def _refuse_another(path: Path, file: BinaryIO, head: bytes, pin: str) -> None:
 def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]]) -> Path:
     """Write a bundle atomically and return its path; the same cubins give the same bytes.
 
-    Parameters
-    ----------
-    path : Path
-        The file to write; only an existing bundle is replaced.
-    skuda : str
-        The version that makes it.
-    cubins : iterable of (Member, bytes)
-        The members and their bytes; each pair of key and compiler at most once.
-
-    Raises
-    ------
-    BundleError
-        If the file cannot be written, exists and is not a bundle, or would exceed the limits.
+    Raise `BundleError` if the file cannot be written, exists and is not a bundle, or would exceed the limits. Only an
+    existing bundle is replaced. `skuda` is the version that makes it. `cubins` has each pair of key and compiler at
+    most once.
     """
     refuse_to_replace(path)
     try:

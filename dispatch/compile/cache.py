@@ -1,6 +1,6 @@
 """The cubin cache on disk: entries are found by content, published atomically, and checked before use.
 
-An entry is ``<cache>/cubins-<format>/<key>/<compiler>.cubin``. The key hashes the source, headers, flags, architecture,
+An entry is ``<cache>/cubins-<format>/<key>-<compiler>.cubin``. The key hashes the source, headers, flags, architecture,
 entry point, launch rule and backend; `compiler` is a hash of the compiler's identity. A machine with a compiler uses
 only entries of that compiler; a machine without one uses those of any. The layout of an entry is::
 
@@ -24,7 +24,6 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,25 +31,17 @@ from typing import NamedTuple
 from skuda.dispatch.compile.member import LARGEST_CUBIN, Key, Member, validated
 from skuda.dispatch.settings import cache_directory
 from skuda.dispatch.system.files import open_regular, shared
-from skuda.dispatch.system.locks import Locks
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.text import printable
 
-try:
-    import fcntl
-except ImportError:  # Windows, where several processes may compile the same kernel
-    fcntl = None  # type: ignore[assignment]
-
-FORMAT = 2
+FORMAT = 3
 _MAGIC = b"skuda cubin 2\n"
 _HEAD = re.compile(_MAGIC + rb"([0-9a-f]{64})\n")
 _LARGEST = LARGEST_CUBIN + (1 << 22)
-_KEY = re.compile(r"[0-9a-f]{32}")
 _ENTRY, _UNFINISHED = ".cubin", ".new-"
 _ABSENT = "absent"
 _LONGEST_WAIT = 300.0
 _log = logging.getLogger("skuda")
-_locks = Locks()
 
 
 class Found(NamedTuple):
@@ -65,36 +56,19 @@ class Found(NamedTuple):
 
 
 class CacheEntry(NamedTuple):
-    """One entry of the cache, or something else in its place.
+    """One entry of the cache, or something else in its place."""
 
-    Attributes
-    ----------
-    path : Path
-        Path of the file.
-    facts : Member or None
-        The facts stored with the cubin; None if it would not be used.
-    trouble : str
-        Why it would not be used; empty if it would be.
-    size : int
-        Size on disk in bytes.
-    written : float
-        Time of the last change, in seconds since the epoch.
-    """
-
-    path: Path
-    facts: Member | None
-    trouble: str
-    size: int
-    written: float
+    path: Path  # path of the file
+    facts: Member | None  # the facts stored with the cubin; None if it would not be used
+    trouble: str  # why it would not be used; empty if it would be
+    size: int  # size on disk in bytes
+    written: float  # time of the last change, in seconds since the epoch
 
 
 class CubinCache:
     """The cache in one folder. Any number of processes and threads may share it.
 
-    Parameters
-    ----------
-    folder : Path or None
-        The folder; None for the one in the settings.
+    `folder` None means the one in the settings.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -103,22 +77,16 @@ class CubinCache:
     def get(self, key: Key, compiler: str | None, build: Callable[[], bytes], *, sku: str, file: str) -> Found:
         """Return the cubin of a key; build and publish it if it is not cached.
 
-        Parameters
-        ----------
-        key : Key
-            The key.
-        compiler : str or None
-            Identity of the compiler that `build` uses; None if there is none, and entries of any compiler may be used.
-        build : callable
-            Returns the cubin. Called at most once; locks keep other threads and processes from building it too.
-        sku, file : str
-            The kernel and its source, for the record; see `Member`.
+        `compiler` is the identity of the compiler that `build` uses; None if there is none, and entries of any compiler
+        may be used. `build` returns the cubin. It is called at most once; locks keep other threads and processes from
+        building it too. `sku` and `file` are for the record; see `Member`.
         """
         notes: list[str] = []
         cubin = self._read_any(key, compiler, notes)
         if cubin is None:
-            # Without a compiler nothing will be published, so no folder and no lock is needed.
-            cubin = build() if compiler is None else self._built(key, compiler, build, (sku, file), notes)
+            # What will not be published needs no folder and no lock.
+            alone = compiler is None or self.distrust()
+            cubin = build() if alone else self._built(key, str(compiler), build, (sku, file), notes)
         for note in notes:
             _log.warning("%s", note)
         return Found(cubin, tuple(notes))
@@ -126,27 +94,25 @@ class CubinCache:
     def _built(
         self, key: Key, compiler: str, build: Callable[[], bytes], named: tuple[str, str], notes: list[str]
     ) -> bytes:
-        """Build and publish. Other threads wait and, if the file system allows it, other processes, too."""
-        folder = self.folder / key.digest
-        # A context manager in Python would let an interrupt arrive between taking the locks and guarding them.
-        with _locks.of(str(folder)):
-            handle = _locked(folder)
-            try:
-                # Another process may have built it while this one waited.
-                cubin = self._read_any(key, compiler, [])
-                if cubin is None:
-                    cubin = build()
-                    self._publish(key, compiler, cubin, named, notes)
-                return cubin
-            finally:
-                if handle is not None:
-                    try:
-                        # A child that was forked meanwhile has the descriptor too, so that closing it would not do.
-                        fcntl.flock(handle, fcntl.LOCK_UN)
-                    except OSError:
-                        pass
-                    finally:
-                        os.close(handle)
+        """Build and publish. Other threads and processes wait.
+
+        Where there are no locks, and after a long wait, it goes on without: that costs at most a second build.
+        """
+        from filelock import FileLock  # imported here, because only who compiles waits for that
+
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                locks = self.folder / "locks"
+                locks.mkdir(exist_ok=True, mode=0o700)
+                # Lock files stay, so kernels share a few thousand of them.
+                held.enter_context(FileLock(locks / key.digest[:3], timeout=_LONGEST_WAIT, mode=0o600))
+            # Another process may have built it while this one waited.
+            cubin = self._read_any(key, compiler, [])
+            if cubin is None:
+                cubin = build()
+                self._publish(key, compiler, cubin, named, notes)
+            return cubin
 
     def has(self, key: Key, compiler: str | None) -> bool:
         """Return whether `get` with the same arguments would build nothing."""
@@ -161,43 +127,30 @@ class CubinCache:
     def survey(self) -> list[CacheEntry]:
         """Return every entry, checked as `get` checks it; entries that vanish meanwhile are left out.
 
-        Raises
-        ------
-        OSError
-            If the folder is absent or cannot be read.
+        Raise `OSError` if the folder is absent or cannot be read.
         """
         return list(self._entries())
 
     def _entries(self) -> Iterator[CacheEntry]:
-        for folder in sorted(self.folder.iterdir()):
-            trouble = _distrusted(folder)
-            if trouble == _ABSENT or folder.name.startswith(_UNFINISHED):
-                continue
-            paths = _listed(folder, _ENTRY)
-            for path in paths:
-                read = trouble or _read(path)
-                if read != _ABSENT:
-                    yield from _entry(path, read)
-            # Something else in the place of a folder of entries.
-            if trouble and not paths and _KEY.fullmatch(folder.name):
-                yield from _entry(folder, trouble)
+        for path in sorted(self.folder.iterdir()):
+            read = _read(path) if path.suffix == _ENTRY else _ABSENT
+            if read != _ABSENT:
+                with contextlib.suppress(OSError):  # it has vanished
+                    status = path.lstat()
+                    facts, trouble = (None, read) if isinstance(read, str) else (read[0], "")
+                    yield CacheEntry(path, facts, trouble, status.st_size, status.st_mtime)
 
     def leftovers(self, before: float = float("inf")) -> list[Path]:
         """Return the temporary files of processes that were killed while publishing.
 
-        Parameters
-        ----------
-        before : float
-            Seconds since the epoch. Files written later are left out, because their writers may still need them.
+        Files written later than `before`, in seconds since the epoch, are left out, because their writers may still
+        need them.
         """
         found = []
-        with contextlib.suppress(OSError):
-            for folder in sorted(self.folder.iterdir()):
-                paths = [folder] if folder.name.startswith(_UNFINISHED) else _listed(folder, prefix=_UNFINISHED)
-                for path in paths:
-                    with contextlib.suppress(OSError):
-                        if path.lstat().st_mtime < before:
-                            found.append(path)
+        for path in sorted(self.folder.glob(f"{_UNFINISHED}*")):
+            with contextlib.suppress(OSError):
+                if path.lstat().st_mtime < before:
+                    found.append(path)
         return found
 
     def earlier(self) -> list[Path]:
@@ -214,21 +167,16 @@ class CubinCache:
         except OSError as error:
             return f"the cache {self.folder} cannot be written: {error}"
 
-    def _path(self, key: Key, compiler: str) -> Path:
-        return self.folder / key.digest / f"{_stem(compiler)}.cubin"
+    def _place(self, key: Key, compiler: str) -> Path:
+        return self.folder / f"{key.digest}-{_stem(compiler)}{_ENTRY}"
 
     def _read_any(self, key: Key, compiler: str | None, notes: list[str]) -> bytes | None:
         trouble = self.distrust()
         if trouble:
             notes.append(trouble)
             return None
-        folder = self.folder / key.digest
-        trouble = _distrusted(folder)
-        if trouble:
-            if trouble != _ABSENT:
-                notes.append(f"the cached kernels in {folder} were not used: {trouble}")
-            return None
-        for path in [self._path(key, compiler)] if compiler is not None else _listed(folder, _ENTRY):
+        any_of = f"{key.digest}-*{_ENTRY}"
+        for path in sorted(self.folder.glob(any_of)) if compiler is None else [self._place(key, compiler)]:
             read = _read(path)
             if isinstance(read, tuple):
                 return read[1]
@@ -246,26 +194,15 @@ class CubinCache:
         return f"the cache {self.folder} is not used: others can write it; chmod go-w, chown, or set SKUDA_CACHE_DIR"
 
     def _publish(self, key: Key, compiler: str, cubin: bytes, named: tuple[str, str], notes: list[str]) -> None:
-        path, temporary = self._path(key, compiler), None
+        temporary = None
         try:
-            member = Member.of(key, cubin, sku=named[0], file=named[1], compiler=compiler)
+            facts = Member.of(key, cubin, sku=named[0], file=named[1], compiler=compiler).model_dump_json().encode()
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self.distrust():
-                return
-            if _distrusted(path.parent) not in {"", _ABSENT}:
-                _set_aside(path.parent)
-            path.parent.mkdir(exist_ok=True, mode=0o700)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
+            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=_UNFINISHED)
             with os.fdopen(handle, "wb") as file:
-                file.write(_written(member) + cubin)
-                file.flush()
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISDIR(path.lstat().st_mode):
-                    _set_aside(path)
-            os.replace(temporary, path)  # noqa: PTH105  the temporary name is a string
+                file.write(_MAGIC + hashlib.sha256(facts).hexdigest().encode() + b"\n" + facts + b"\n" + cubin)
+            os.replace(temporary, self._place(key, compiler))  # noqa: PTH105  the temporary name is a string
             temporary = None
-            _sync_folder(path.parent)
         except (OSError, InvalidRecord) as error:
             notes.append(f"the kernel was compiled but could not be cached: {error}")
         finally:
@@ -279,16 +216,8 @@ def outdated(
 ) -> list[CacheEntry]:
     """Return the entries to remove, oldest first: all that are too old, then the oldest until the rest fits.
 
-    Parameters
-    ----------
-    entries : iterable of CacheEntry
-        All entries.
-    now : float
-        Current time in seconds since the epoch.
-    max_size : int or None
-        Total size in bytes that may remain; None for no limit.
-    max_age : float or None
-        Greatest age in seconds; None for no limit.
+    `now` is the current time in seconds since the epoch, `max_size` the total size in bytes that may remain, `max_age`
+    the greatest age in seconds. None means no limit.
     """
     oldest_first = sorted(entries, key=lambda entry: (entry.written, entry.path))
     remaining = sum(entry.size for entry in oldest_first)
@@ -302,7 +231,7 @@ def outdated(
 
 
 def remove(paths: Iterable[Path]) -> list[str]:
-    """Remove entries of the cache, and their folders that become empty; return a description of each failure.
+    """Remove entries of the cache; return a description of each failure.
 
     A folder in the place of an entry is removed with its content; a link is removed, not followed. A reader that has
     opened an entry keeps it, and a missing entry is built again, so no lock is needed.
@@ -318,87 +247,11 @@ def remove(paths: Iterable[Path]) -> list[str]:
             pass
         except OSError as error:
             troubles.append(f"{printable(str(path))} cannot be removed: {error.strerror or error}")
-            continue
-        if _KEY.fullmatch(path.parent.name):
-            with contextlib.suppress(OSError):
-                path.parent.rmdir()
     return troubles
 
 
 def _stem(compiler: str) -> str:
     return hashlib.sha256(compiler.encode()).hexdigest()[:16]
-
-
-def _locked(folder: Path) -> int | None:
-    """Make a key's folder and lock it; return the descriptor to unlock and close, or None where that is impossible."""
-    if fcntl is None:
-        return None
-    handle = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(exist_ok=True, mode=0o700)
-        # The folder itself is locked, so no lock file remains.
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        _lock_file(handle)
-    except BaseException as error:
-        if handle is not None:
-            os.close(handle)
-        if isinstance(error, OSError):
-            return None
-        raise
-    return handle
-
-
-def _lock_file(handle: int) -> None:
-    """Lock the handle. After a long wait, continue without the lock, which costs at most a second build."""
-    end = time.monotonic() + _LONGEST_WAIT
-    while time.monotonic() < end:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)
-        else:
-            return
-
-
-def _listed(folder: Path, suffix: str = "", *, prefix: str = "") -> list[Path]:
-    """Return the paths in a folder with such names. Empty if the folder cannot be read or vanishes."""
-    try:
-        if not stat.S_ISDIR(folder.lstat().st_mode):
-            return []
-        found = sorted(folder.iterdir())
-    except OSError:
-        return []
-    return [path for path in found if path.name.startswith(prefix) and path.name.endswith(suffix)]
-
-
-def _distrusted(folder: Path) -> str:
-    """Return why nothing in a key's folder may be used, ``absent``, or an empty string if it may be used."""
-    try:
-        status = folder.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return _ABSENT
-    except OSError as error:
-        return f"it cannot be read: {error.strerror or error}"
-    if not stat.S_ISDIR(status.st_mode):
-        return "it is a link or a file in the place of a folder"
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return "its folder cannot be read"
-    return "others can write its folder" if shared(status) else ""
-
-
-def _entry(path: Path, read: tuple[Member, bytes] | str) -> Iterator[CacheEntry]:
-    """Yield an entry with its state, unless it has vanished."""
-    with contextlib.suppress(OSError):
-        status = path.lstat()
-        facts, trouble = (None, read) if isinstance(read, str) else (read[0], "")
-        yield CacheEntry(path, facts, trouble, status.st_size, status.st_mtime)
-
-
-def _written(member: Member) -> bytes:
-    """Return the bytes of an entry before the cubin."""
-    facts = member.model_dump_json().encode()
-    return _MAGIC + hashlib.sha256(facts).hexdigest().encode() + b"\n" + facts + b"\n"
 
 
 def _read(path: Path) -> tuple[Member, bytes] | str:
@@ -427,20 +280,6 @@ def _read(path: Path) -> tuple[Member, bytes] | str:
         return f"its facts are wrong: the record {error}"
     if not member.holds(cubin):
         return f"its checksum is wrong ({len(cubin)} of {member.size} bytes)"
-    if (member.key.digest, _stem(member.compiler)) != (path.parent.name, path.stem):
+    if f"{member.key.digest}-{_stem(member.compiler)}" != path.stem:
         return "it belongs to another kernel"
     return member, cubin
-
-
-def _set_aside(path: Path) -> None:
-    """Rename something in the way as a leftover."""
-    path.rename(path.with_name(f"{_UNFINISHED}{os.urandom(8).hex()}"))
-
-
-def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

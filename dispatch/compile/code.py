@@ -45,22 +45,10 @@ def c_tokens(text: str) -> str:
 def code_hash(module: str, name: str = "", within: Names = (), without: Names = VOCABULARY) -> str:
     """Return the hash of a definition and of every definition that it reaches.
 
-    Parameters
-    ----------
-    module : str
-        Module of the definition.
-    name : str
-        A function, class or constant at the top of the module; empty for the whole module.
-    within : tuple of str
-        Modules and packages whose definitions are followed. Empty means the module's own distribution and skuda's
-        kernels. For any other definition only the name counts.
-    without : tuple of str
-        Exceptions from `within`, which are not followed.
-
-    Raises
-    ------
-    LookupError
-        If a module that is followed does not exist.
+    Raise `LookupError` if a module that is followed does not exist. `name` is a function, class or constant at the top
+    of the module; empty for the whole module. Definitions in the modules and packages `within`, but not `without`, are
+    followed; of any other only the name counts. An empty `within` means the module's own distribution and skuda's
+    kernels.
     """
     key = module_file(module), module, name, within, without
     stamps, digest = _KNOWN.get(key, ({}, ""))
@@ -121,11 +109,7 @@ def reached(
 
 
 def _resolved(
-    chain: str,
-    imports: Mapping[str, str],
-    here: _Module,
-    modules: dict[str, _Module],
-    follows: Callable[[str], bool],
+    chain: str, imports: Mapping[str, str], here: _Module, modules: dict[str, _Module], follows: Callable[[str], bool]
 ) -> Key | str | None:
     """Return the definition that a dotted name refers to; its path if it is not followed, None for a local name."""
     head, _, rest = chain.partition(".")
@@ -152,14 +136,7 @@ def _inside(path: str, packages: Names) -> bool:
 class _Module:
     """The top level of a Python module.
 
-    Parameters
-    ----------
-    name : str
-        Its dotted name.
-    package : str
-        The package that its relative imports refer to.
-    text : str
-        Its source.
+    `name` is dotted. `package` is the one that its relative imports refer to. `text` is its source.
     """
 
     def __init__(self, name: str, package: str, text: str) -> None:

@@ -32,24 +32,12 @@ _BUNDLED_SINCE = (13, 3)
 
 
 class Job(NamedTuple):
-    """One compilation.
+    """One compilation."""
 
-    Attributes
-    ----------
-    sku : str
-        Id of the kernel, for errors.
-    source : Source
-        Source and headers.
-    flags : tuple of str
-        Flags of the SKU and its configuration; the same for every compiler.
-    arch : str
-        Target architecture, for example ``sm_90``.
-    """
-
-    sku: str
-    source: Source
-    flags: tuple[str, ...]
-    arch: str
+    sku: str  # id of the kernel, for errors
+    source: Source  # source and headers
+    flags: tuple[str, ...]  # flags of the SKU and its configuration; the same for every compiler
+    arch: str  # target architecture, for example ``sm_90``
 
 
 class Compiler(Protocol):
@@ -59,24 +47,13 @@ class Compiler(Protocol):
         """Return a name for all properties of the compiler that the cubin depends on."""
 
     def compile(self, job: Job) -> bytes:
-        """Return the cubin.
-
-        Raises
-        ------
-        CompileError
-            With the complete output of the compiler.
-        """
+        """Return the cubin. Raise `CompileError` with the complete output of the compiler."""
 
 
 class Nvcc:
     """The compiler of a CUDA toolkit.
 
-    Parameters
-    ----------
-    path : str
-        Path of the program.
-    version : str
-        Its version, for example ``13.0.88``.
+    `path` is that of the program. `version` is for example ``13.0.88``.
     """
 
     def __init__(self, path: str, version: str) -> None:
@@ -87,13 +64,7 @@ class Nvcc:
         return f"nvcc {self.version} {_STANDARD}"
 
     def compile(self, job: Job) -> bytes:
-        """Return the cubin.
-
-        Raises
-        ------
-        CompileError
-            With the command and the complete output of nvcc.
-        """
+        """Return the cubin. Raise `CompileError` with the command and the complete output of nvcc."""
         try:
             # A process that was killed may still be writing, which must not hide the interrupt.
             with tempfile.TemporaryDirectory(prefix="skuda-", ignore_cleanup_errors=True) as name:
@@ -148,13 +119,7 @@ class Nvrtc:
         return f"nvrtc {self.version[0]}.{self.version[1]} {build} {_STANDARD}{headers}"
 
     def compile(self, job: Job) -> bytes:
-        """Return the cubin.
-
-        Raises
-        ------
-        CompileError
-            With the options and the complete output of NVRTC.
-        """
+        """Return the cubin. Raise `CompileError` with the options and the complete output of NVRTC."""
         api = self._api
         options = [f"--gpu-architecture={job.arch}", _STANDARD, *job.flags]
         options += self._header_options() if job.source.foreign else []

@@ -26,30 +26,18 @@ _SIZED = 4  # EIFMT_SVAL: the attribute is followed by its size and payload; all
 
 
 class Kernel(NamedTuple):
-    """Properties of one kernel.
-
-    Attributes
-    ----------
-    parameters : tuple of (int, int)
-        Offset and size of every parameter in bytes, in order; empty if unknown or if there are none.
-    registers : int or None
-        Registers per thread.
-    frame : int or None
-        Bytes of stack per thread; for a kernel without local arrays and calls, this is what it spills.
-    """
+    """Properties of one kernel."""
 
     parameters: tuple[tuple[int, int], ...]
-    registers: int | None
-    frame: int | None
+    """Offset and size of every parameter in bytes, in order; empty if unknown or if there are none."""
+    registers: int | None  # registers per thread
+    frame: int | None  # bytes of stack per thread; for a kernel without local arrays and calls, this is what it spills
 
 
 def read_kernels(cubin: bytes) -> dict[str, Kernel]:
     """Return the properties of every kernel of a cubin, by name.
 
-    Raises
-    ------
-    ValueError
-        If the bytes are not a 64-bit ELF file.
+    Raise `ValueError` if the bytes are not a 64-bit ELF file.
     """
     if cubin[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a cubin: it does not begin as a 64-bit little-endian ELF file")
@@ -83,12 +71,8 @@ def machine_code(cubin: bytes) -> dict[str, str]:
     """Return a hash of the machine code of every function of a cubin, by name.
 
     It covers the code, its registers and barriers, its attributes, and the constants, tables and sizes of shared memory
-    that it may use. Names of functions and variables do not count, and neither does what only a debugger reads.
-
-    Raises
-    ------
-    ValueError
-        If the bytes are not a cubin.
+    that it may use. Names of functions and variables do not count, and neither does what only a debugger reads. Raise
+    `ValueError` if the bytes are not a cubin.
     """
     try:
         sections = list(_sections(cubin))

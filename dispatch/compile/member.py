@@ -22,28 +22,15 @@ Record = TypeVar("Record", bound=Value)
 
 
 class Key(NamedTuple):
-    """Everything that determines a cubin, except the compiler.
+    """Everything that determines a cubin, except the compiler."""
 
-    Attributes
-    ----------
-    source : str
-        Hash of the source and of all headers of skuda and its plug-ins that it includes.
-    flags : tuple of str
-        Compiler flags of the SKU and of the configuration that its launch rule chose.
-    arch : str
-        Target architecture.
-    launch : str
-        Entry point and launch rule of the SKU. The rule's results are not part of the key: whenever a cubin is loaded,
-        the launch's parameters are compared with those of its kernels.
-    backend : str
-        The backend that launches it.
-    """
-
-    source: str
-    flags: tuple[str, ...]
-    arch: str
+    source: str  # hash of the source and of all headers of skuda and its plug-ins that it includes
+    flags: tuple[str, ...]  # compiler flags of the SKU and of the configuration that its launch rule chose
+    arch: str  # target architecture
     launch: str
-    backend: str
+    """Entry point and launch rule of the SKU. The rule's results are not part of the key: whenever a cubin is loaded,
+    the launch's parameters are compared with those of its kernels."""
+    backend: str  # the backend that launches it
 
     @property
     def digest(self) -> str:
@@ -52,34 +39,18 @@ class Key(NamedTuple):
 
 
 class Member(Value):
-    """One cubin of the cache or of a bundle.
+    """One cubin of the cache or of a bundle."""
 
-    Attributes
-    ----------
-    sku : str
-        Id of the kernel, or of one of several that share the cubin.
-    file : str
-        The kernel's ``package:file`` source.
-    source, flags, arch, launch, backend
-        Parts of the key; see `Key`.
-    compiler : str
-        Identity of the compiler.
-    size : int
-        Size in bytes.
-    sha256 : str
-        Hash of the cubin.
-    """
-
-    sku: Text
-    file: Text
-    source: Sha256
+    sku: Text  # id of the kernel, or of one of several that share the cubin
+    file: Text  # the kernel's ``package:file`` source
+    source: Sha256  # from here to `backend`: parts of the key; see `Key`
     flags: Annotated[tuple[Text, ...], Field(max_length=1000)]
     arch: Text
     launch: Text
     backend: Text
-    compiler: Text
-    size: Annotated[Integer, Field(ge=1, le=LARGEST_CUBIN)]
-    sha256: Sha256
+    compiler: Text  # identity of the compiler
+    size: Annotated[Integer, Field(ge=1, le=LARGEST_CUBIN)]  # size in bytes
+    sha256: Sha256  # hash of the cubin
 
     @property
     def key(self) -> Key:
@@ -88,13 +59,7 @@ class Member(Value):
 
     @classmethod
     def of(cls, key: Key, cubin: bytes, *, sku: str, file: str, compiler: str) -> Self:
-        """Return the record of a cubin.
-
-        Raises
-        ------
-        InvalidRecord
-            If a part of it breaks a rule.
-        """
+        """Return the record of a cubin. Raise `InvalidRecord` if a part of it breaks a rule."""
         return cls(
             sku=sku,
             file=file,

@@ -24,46 +24,22 @@ from skuda.registry.sku import KernelSku
 
 
 class Sought(NamedTuple):
-    """One lookup of a cubin.
+    """One lookup of a cubin."""
 
-    Attributes
-    ----------
-    key : Key
-        Key of the cubin.
-    source : Source
-        Source of the kernel.
-    compiler : Compiler or None
-        The compiler here, if any.
-    identity : str or None
-        Identity of that compiler.
-    """
-
-    key: Key
-    source: Source
-    compiler: Compiler | None
-    identity: str | None
+    key: Key  # key of the cubin
+    source: Source  # source of the kernel
+    compiler: Compiler | None  # the compiler here, if any
+    identity: str | None  # identity of that compiler
 
 
 class CubinProvider(ABC):
     """Provides the cubins of one backend.
 
-    Parameters
-    ----------
-    cache : CubinCache or None
-        The cubin cache; None for the one in the settings.
-    bundles : tuple of Bundle or None
-        Bundles to search before the cache; None for those in the settings.
-
-    Attributes
-    ----------
-    spec : BackendSpec
-        The backend; two backends never share a cubin.
-    compilers : str
-        How to get a compiler, for messages.
+    `bundles` are searched before the cache. None means those in the settings.
     """
 
-    spec: BackendSpec
-    compilers: ClassVar[str]
+    spec: BackendSpec  # the backend; two backends never share a cubin
+    compilers: ClassVar[str]  # how to get a compiler, for messages
 
     def __init__(self, cache: CubinCache | None = None, bundles: tuple[Bundle, ...] | None = None) -> None:
         self._cache, self._bundles = cache, bundles
@@ -83,10 +59,7 @@ class CubinProvider(ABC):
     def bundles(self) -> tuple[Bundle, ...]:
         """The bundles to search, in order, before the cache; opened on first use.
 
-        Raises
-        ------
-        BundleError
-            If a bundle in the settings must not be used.
+        Raise `BundleError` if a bundle in the settings must not be used.
         """
         if self._bundles is None:
             self._bundles = tuple(open_bundle(name) for name in bundle_names())
@@ -102,14 +75,9 @@ class CubinProvider(ABC):
     def shipped(self, sku: KernelSku, launch: Launch, device: Device) -> Found | None:
         """Return a SKU's cubin for a device from the first bundle that has it, or None.
 
-        The user named the bundle, so its cubin is used regardless of which compiler made it or is installed here.
-
-        Raises
-        ------
-        BundleError
-            If a bundle must not be used, or its entry for the key is damaged or not a cubin.
-        CompileError
-            If the parameters of the cubin's kernels differ from those of the launch.
+        The user named the bundle, so its cubin is used regardless of which compiler made it or is installed here. Raise
+        `BundleError` if a bundle must not be used, or its entry for the key is damaged or not a cubin; `CompileError`
+        if the parameters of the cubin's kernels differ from those of the launch.
         """
         if not self.bundles:
             return None
@@ -129,10 +97,8 @@ class CubinProvider(ABC):
     def cubin(self, sku: KernelSku, launch: Launch, device: Device) -> Found:
         """Return a SKU's cubin for a device, from the cache or the compiler.
 
-        Raises
-        ------
-        CompileError
-            If it does not compile, is not cached and there is no compiler, or its parameters differ from the launch's.
+        Raise `CompileError` if it does not compile, is not cached and there is no compiler, or its parameters differ
+        from the launch's.
         """
         sought = self.sought(sku, launch, device)
         arch, flags = sought.key.arch, sought.key.flags
@@ -182,10 +148,7 @@ def arch_of(sku: KernelSku, device: Device) -> str:
 def placed(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> tuple[Step, ...]:
     """Compare a launch's parameters with those of the compiled kernels; return the steps with parameter offsets.
 
-    Raises
-    ------
-    CompileError
-        If a kernel is missing, or the number or size of its parameters differs.
+    Raise `CompileError` if a kernel is missing, or the number or size of its parameters differs.
     """
     return agreeing(sku, steps, read_kernels(cubin))
 

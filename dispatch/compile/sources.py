@@ -17,24 +17,13 @@ _SHARED = "skuda.kernels"
 
 
 class Source(NamedTuple):
-    """One translation unit.
+    """One translation unit."""
 
-    Attributes
-    ----------
-    name : str
-        File name of the source, for messages.
-    text : bytes
-        Its content.
-    headers : tuple of (str, bytes)
-        Headers beside the source or in an ``include`` folder, by the name in the include directive; sorted.
-    foreign : tuple of str
-        Headers that only the compiler can find, for example ``cuda_fp16.h``; sorted.
-    """
-
-    name: str
-    text: bytes
+    name: str  # file name of the source, for messages
+    text: bytes  # its content
     headers: tuple[tuple[str, bytes], ...]
-    foreign: tuple[str, ...]
+    """Headers beside the source or in an ``include`` folder, by the name in the include directive; sorted."""
+    foreign: tuple[str, ...]  # headers that only the compiler can find, for example ``cuda_fp16.h``; sorted
 
     @property
     def digest(self) -> str:
@@ -53,12 +42,8 @@ class Source(NamedTuple):
 def read_source(source: str) -> Source:
     """Read a ``package:file`` source, as in `KernelSku.source`, and all headers that it includes, transitively.
 
-    A header is looked up by its path from the source's folder or from an ``include`` folder.
-
-    Raises
-    ------
-    LookupError
-        If the package or the file does not exist.
+    A header is looked up by its path from the source's folder or from an ``include`` folder. Raise `LookupError` if the
+    package or the file does not exist.
     """
     package, _, name = source.partition(":")
     folders = _folders(package)
@@ -117,12 +102,8 @@ def source_hash(sku: KernelSku) -> str:
 
     It covers the tokens of its source and headers (for a Python kernel, its function and what that reaches), its entry
     point, flags and architecture, and its launch rule and what that reaches. The promise is included, because a run
-    does not verify a promise that was made later. Comments and layout do not count.
-
-    Raises
-    ------
-    LookupError
-        If its source or its launch rule does not exist.
+    does not verify a promise that was made later. Comments and layout do not count. Raise `LookupError` if its source
+    or its launch rule does not exist.
     """
     python = ":" not in sku.source
     content = code_hash(sku.source, sku.entry_point) if python else read_source(sku.source).meaning

@@ -235,10 +235,7 @@ class Standard(Framework):
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
         """Return a new array of torch or CuPy, whichever the program has imported.
 
-        Raises
-        ------
-        Refused
-            If it has imported neither.
+        Raise `Refused` if it has imported neither.
         """
         return _helper().empty(shape, element, ordinal, stream)
 
@@ -260,13 +257,7 @@ class Jax(Standard):
 
 
 _TORCH, _CUPY, _PYCUDA, _JAX, _STANDARD = Torch(), Cupy(), PycudaArray(), Jax(), Standard()
-_BY_MODULE: dict[str, Framework] = {
-    "torch": _TORCH,
-    "cupy": _CUPY,
-    "pycuda": _PYCUDA,
-    "jax": _JAX,
-    "jaxlib": _JAX,
-}
+_BY_MODULE: dict[str, Framework] = {"torch": _TORCH, "cupy": _CUPY, "pycuda": _PYCUDA, "jax": _JAX, "jaxlib": _JAX}
 
 
 def framework_of(kind: type) -> Framework:

@@ -22,18 +22,7 @@ from skuda.dispatch.cuda.views import Layout, common_view, is_contiguous, matrix
 from skuda.dispatch.host import rules
 from skuda.dispatch.host.floating import IS_NEAREST, require_exact_mode
 from skuda.dispatch.launches import Positions
-from skuda.kernels.launch import (
-    Columns,
-    Constant,
-    Launch,
-    Leading,
-    Number,
-    Parameter,
-    Pointer,
-    Rows,
-    TensorMap,
-    Which,
-)
+from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, TensorMap, Which
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
@@ -47,60 +36,32 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Clash(NamedTuple):
-    """Two arrays that must not overlap, one of which is written.
+    """Two arrays that must not overlap, one of which is written."""
 
-    Attributes
-    ----------
-    written, other : int
-        Indices of their addresses among the values.
-    low, high : int
-        They overlap if the address of `written` minus that of `other` lies between these, exclusive.
-    equal : bool
-        Whether they may be exactly the same array.
-    """
-
-    written: int
+    written: int  # indices of their addresses among the values
     other: int
-    low: int
+    low: int  # they overlap if the address of `written` minus that of `other` lies between these, exclusive
     high: int
-    equal: bool
+    equal: bool  # whether they may be exactly the same array
 
 
 class Given(NamedTuple):
-    """One argument that was given.
+    """One argument that was given."""
 
-    Attributes
-    ----------
-    name : str
-        The argument.
-    guard : Guard
-        Returns its value, or None if the argument differs from the checked one.
-    plainly : str
-        An expression of the argument ``{0}`` and `SUMMANDS`. If it is true, the argument is the value, and the guard is
-        not called.
-    """
-
-    name: str
-    guard: Guard
+    name: str  # the argument
+    guard: Guard  # returns its value, or None if the argument differs from the checked one
     plainly: str = ""
+    """An expression of the argument ``{0}`` and `SUMMANDS`. If it is true, the argument is the value, and the guard is
+    not called."""
 
 
 class Made(NamedTuple):
-    """An output that was left out.
+    """An output that was left out."""
 
-    Attributes
-    ----------
-    name : str
-        The argument.
-    make : callable
-        Returns a new array, for the stream whose handle is given or the framework's current one (None).
-    address : callable
-        Returns the address of such an array.
-    """
-
-    name: str
+    name: str  # the argument
     make: Callable[[int | None], Any]
-    address: Callable[[Any], int]
+    """Returns a new array, for the stream whose handle is given or the framework's current one (None)."""
+    address: Callable[[Any], int]  # returns the address of such an array
 
 
 class Joint(NamedTuple):
@@ -112,43 +73,21 @@ class Joint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that was checked in full. It holds none of the caller's arrays.
+    """A call that was checked in full. It holds none of the caller's arrays."""
 
-    Attributes
-    ----------
-    given : tuple of Given
-        Every argument that was given.
-    joint : tuple of Joint
-        Arrays that one check recognizes together.
-    clashes : tuple of Clash
-        Pairs that must not overlap.
-    aligned : tuple of int
-        Arguments whose addresses must be multiples of 16 bytes.
-    made : tuple of Made
-        The outputs to allocate. Their addresses follow the values.
-    indices : tuple of sequence of int
-        For every step: the index of each parameter among the values, the new addresses, the scratch addresses and the
-        constants.
-    constants : tuple
-        Constants that follow the values, the new addresses and the scratch addresses.
-    framework : Framework
-        The framework of the first array.
-    stream : callable
-        Returns the handle of the current stream.
-    placed : bool
-        Whether an array among the arguments is on the device.
-    """
-
-    given: tuple[Given, ...]
-    joint: tuple[Joint, ...]
-    clashes: tuple[Clash, ...]
-    aligned: tuple[int, ...]
+    given: tuple[Given, ...]  # every argument that was given
+    joint: tuple[Joint, ...]  # arrays that one check recognizes together
+    clashes: tuple[Clash, ...]  # pairs that must not overlap
+    aligned: tuple[int, ...]  # arguments whose addresses must be multiples of 16 bytes
     made: tuple[Made, ...]
+    """The outputs to allocate. Their addresses follow the values."""
     indices: tuple[Sequence[int], ...]
-    constants: tuple[Any, ...]
-    framework: Framework
-    stream: Callable[[], int]
-    placed: bool
+    """For every step: the index of each parameter among the values, the new addresses, the scratch addresses and the
+    constants."""
+    constants: tuple[Any, ...]  # constants that follow the values, the new addresses and the scratch addresses
+    framework: Framework  # the framework of the first array
+    stream: Callable[[], int]  # returns the handle of the current stream
+    placed: bool  # whether an array among the arguments is on the device
 
     def values(self, arrays: Mapping[str, Any]) -> list[Any]:
         """Return the values of the arguments that were checked."""
@@ -208,12 +147,8 @@ class Binder:
     def bind(self, arrays: Mapping[str, Any]) -> Call:
         """Check the arguments of a call in full.
 
-        Raises
-        ------
-        InvalidProblem
-            For a missing, unknown or unsuitable argument; `Unaligned` if another kernel may accept it.
-        FloatModeError
-            If this thread does not round to nearest, or flushes subnormal numbers.
+        Raise `InvalidProblem` for a missing, unknown or unsuitable argument; `Unaligned` if another kernel may accept
+        it; `FloatModeError` if this thread does not round to nearest, or flushes subnormal numbers.
         """
         require_exact_mode()
         rules.refuse_unknown(self._op, self._arguments, arrays)

@@ -43,37 +43,20 @@ class _Tensor(ctypes.Structure):
 
 
 class Tensor(NamedTuple):
-    """The array that a capsule describes.
+    """The array that a capsule describes."""
 
-    Attributes
-    ----------
-    address : int
-        Of the first element.
-    element : ElementKind or None
-        None for a type that no kernel here knows.
-    kind : str
-        The type as DLPack writes it, for messages.
-    shape, strides : tuple of int
-        In elements.
-    device : (int, int)
-        DLPack device type and ordinal.
-    """
-
-    address: int
-    element: ElementKind | None
-    kind: str
-    shape: tuple[int, ...]
+    address: int  # of the first element
+    element: ElementKind | None  # None for a type that no kernel here knows
+    kind: str  # the type as DLPack writes it, for messages
+    shape: tuple[int, ...]  # in elements
     strides: tuple[int, ...]
-    device: tuple[int, int]
+    device: tuple[int, int]  # DLPack device type and ordinal
 
 
 def read(capsule: Any) -> Tensor:
     """Read a capsule named ``dltensor``.
 
-    Raises
-    ------
-    ValueError
-        If it has another name: it was consumed, or has a later version than requested.
+    Raise `ValueError` if it has another name: it was consumed, or has a later version than requested.
     """
     api = ctypes.pythonapi
     pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", api))

@@ -83,13 +83,7 @@ class Capture(NamedTuple):
 
 
 class Driver:
-    """The initialized driver library.
-
-    Raises
-    ------
-    DriverError
-        If there is no driver, or it does not start.
-    """
+    """The initialized driver library. Raise `DriverError` if there is no driver, or it does not start."""
 
     def __init__(self) -> None:
         if inherited():
@@ -111,25 +105,13 @@ class Driver:
         self._retaining = threading.Lock()
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a driver function.
-
-        Raises
-        ------
-        DriverError
-            If it does not return success, or does not exist in this driver.
-        """
+        """Call a driver function. Raise `DriverError` unless it exists and returns success."""
         code = self._code(name, *arguments)
         if code:
             raise failure(name, code)
 
     def function(self, name: str) -> Callable[..., int]:
-        """Return a driver function, which returns a CUresult.
-
-        Raises
-        ------
-        DriverError
-            If it does not exist in this driver.
-        """
+        """Return a driver function; it returns a CUresult. Raise `DriverError` if it does not exist in this driver."""
         try:
             found: Callable[..., int] = getattr(self._library, name)  # which keeps it
         except AttributeError:
@@ -337,10 +319,7 @@ class _Slots(threading.local):
 def driver() -> Driver:
     """Return the driver of this process. A failure is not cached.
 
-    Raises
-    ------
-    DriverError
-        If there is no driver, or it does not start.
+    Raise `DriverError` if there is no driver, or it does not start.
     """
     return Driver()
 

@@ -24,55 +24,28 @@ _STORED = ("f16", "bf16", "f32", "f64", "s8", "u8", "s32", "u32", "s64")
 
 
 class Facts(NamedTuple):
-    """The facts about an array that a launch needs.
+    """The facts about an array that a launch needs."""
 
-    Attributes
-    ----------
-    address : int
-        Address of the first element.
-    element : ElementKind or None
-        The stored element; packed elements are stored as u8. None for a type that no kernel here knows.
-    kind : str
-        The element's type as the framework writes it.
-    shape, strides : tuple of int
-        Extents and strides in stored elements.
-    ordinal : int or None
-        The CUDA device; `ANYWHERE` for an array without elements, None for memory on no CUDA device.
-    read_only : bool
-        Whether the owner forbids writing.
-    stream : int or None
-        The stream of the last write, as the owner reports it; None if it does not report one.
-    """
-
-    address: int
+    address: int  # address of the first element
     element: ElementKind | None
-    kind: str
-    shape: tuple[int, ...]
+    """The stored element; packed elements are stored as u8. None for a type that no kernel here knows."""
+    kind: str  # the element's type as the framework writes it
+    shape: tuple[int, ...]  # in stored elements, as the strides
     strides: tuple[int, ...]
-    ordinal: int | None
-    read_only: bool = False
-    stream: int | None = None
+    ordinal: int | None  # the CUDA device; `ANYWHERE` for an array without elements, None for memory on no CUDA device
+    read_only: bool = False  # whether the owner forbids writing
+    stream: int | None = None  # the stream of the last write, as the owner reports it; None if it does not report one
 
 
 class JointCheck(NamedTuple):
-    """A check of several arrays of one library at once.
-
-    Attributes
-    ----------
-    same : callable
-        Takes as many arrays as were checked; returns whether they have the same facts except for their addresses.
-    strict : callable
-        Returns whether, as this thread is set, `same` refuses every array of which `unless` is true.
-    unless : str
-        An expression of an array ``{0}``; where it is true, the array is not like the one checked.
-    address : str
-        An expression of an array ``{0}`` that gives its address.
-    """
+    """A check of several arrays of one library at once."""
 
     same: Callable[..., bool]
+    """Takes as many arrays as were checked; returns whether they have the same facts except for their addresses."""
     strict: Callable[[], bool]
-    unless: str
-    address: str
+    """Returns whether, as this thread is set, `same` refuses every array of which `unless` is true."""
+    unless: str  # an expression of an array ``{0}``; where it is true, the array is not like the one checked
+    address: str  # an expression of an array ``{0}`` that gives its address
 
 
 class Refused(Exception):
@@ -84,31 +57,17 @@ class Refused(Exception):
 
 
 class Framework(ABC):
-    """Reads and allocates the arrays of one library. Stateless.
-
-    Attributes
-    ----------
-    name : str
-        The library.
-    waits : bool
-        Whether the library has no interface for streams, so that a run waits before and after its launch.
-    borrows : bool
-        Whether another library allocates its arrays; that library's current stream is not the stream of the work.
-    """
+    """Reads and allocates the arrays of one library. Stateless."""
 
     name: ClassVar[str]
     waits: ClassVar[bool] = False
+    """Whether the library has no interface for streams, so that a run waits before and after its launch."""
     borrows: ClassVar[bool] = False
+    """Whether another library allocates its arrays; that library's current stream is not the stream of the work."""
 
     @abstractmethod
     def facts(self, value: Any) -> Facts:
-        """Return an array's facts, without a copy.
-
-        Raises
-        ------
-        Refused
-            If it is not plain device memory.
-        """
+        """Return an array's facts, without a copy. Raise `Refused` if it is not plain device memory."""
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
@@ -160,10 +119,7 @@ def element_of(dtype: np.dtype[Any]) -> ElementKind | None:
 def in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Return strides given in bytes in elements of `size` bytes.
 
-    Raises
-    ------
-    Refused
-        If one is not a whole number of elements.
+    Raise `Refused` if one is not a whole number of elements.
     """
     if any(stride % size for stride in strides):
         raise Refused(f"strides of {strides} bytes", f"step by whole elements of {size} bytes")

@@ -44,33 +44,17 @@ class Sender(Protocol):
 
 
 class Way(NamedTuple):
-    """How a plan launches, whatever the call.
+    """How a plan launches, whatever the call."""
 
-    Attributes
-    ----------
-    sender : Sender
-        Enqueues the steps.
-    handle_of : callable
-        Returns the handle of the caller's stream.
-    place : callable or None
-        Returns the `ScratchBuffers` for a handle. None if there are no buffers.
-    scratch : int
-        Number of scratch buffers.
-    outputs : tuple of str
-        Names of the op's outputs.
-    result : callable or None
-        Builds the op's result from the outputs. None if the result is the only output.
-    failed : callable
-        Called with an error, before it is raised.
-    """
-
-    sender: Sender
-    handle_of: Callable[[object], int]
+    sender: Sender  # enqueues the steps
+    handle_of: Callable[[object], int]  # returns the handle of the caller's stream
     place: Callable[[int], Any] | None
-    scratch: int
-    outputs: tuple[str, ...]
+    """Returns the `ScratchBuffers` for a handle. None if there are no buffers."""
+    scratch: int  # number of scratch buffers
+    outputs: tuple[str, ...]  # names of the op's outputs
     result: Callable[..., Any] | None
-    failed: Callable[[BaseException], None]
+    """Builds the op's result from the outputs. None if the result is the only output."""
+    failed: Callable[[BaseException], None]  # called with an error, before it is raised
 
 
 def launch_of(call: Call, way: Way, positions: Positions | None = None) -> Launch:

@@ -172,13 +172,7 @@ def load_module(cubin: bytes) -> BindingsModule:
 
 
 def succeed(action: str, code: Any, *found: Any) -> Any:
-    """Return the results of a cuda-bindings call.
-
-    Raises
-    ------
-    DriverError
-        If its code is not success.
-    """
+    """Return the results of a cuda-bindings call. Raise `DriverError` if its code is not success."""
     if int(code):
         raise DriverError(action, f"{code.name} ({int(code)})", int(code))
     return found[0] if found else None

@@ -104,14 +104,7 @@ def packer(step: Step, op: str, whole: struct.Struct | None = None) -> Packer:
 class Packed:
     """The steps of a launch, and the packing of their parameters. Errors name `op`.
 
-    Parameters
-    ----------
-    steps : tuple of Step
-        The steps.
-    packings : tuple of Struct
-        The `packing` of each.
-    op : str
-        The op.
+    `packings` has the `packing` of each.
     """
 
     def __init__(self, steps: tuple[Step, ...], packings: tuple[struct.Struct, ...], op: str) -> None:

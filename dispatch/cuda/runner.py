@@ -147,10 +147,7 @@ class CudaRunner:
     def run(self, arrays: Mapping[str, object], stream: object) -> object:
         """Enqueue the kernel and return the op's result.
 
-        Raises
-        ------
-        InvalidProblem
-            For a missing, unknown or unsuitable argument or stream.
+        Raise `InvalidProblem` for a missing, unknown or unsuitable argument or stream.
         """
         return self._run(arrays, stream)[0]
 
@@ -163,10 +160,7 @@ class CudaRunner:
     ) -> FirstRun:
         """Run, and return a launch for calls like this one, which passes its errors to `failed` before it raises them.
 
-        Raises
-        ------
-        InvalidProblem
-            As `run`.
+        Raise `InvalidProblem` as `run`.
         """
         if type(self).run is not CudaRunner.run:  # a launch would not do what a derived class does
             return FirstRun(self.run(arrays, stream), None, placed=True)
@@ -201,10 +195,7 @@ class CudaRunner:
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
         """Check once and return a callable that only launches and keeps the arrays alive.
 
-        Raises
-        ------
-        InvalidProblem
-            As `run`, and for arrays of a framework without streams.
+        Raise `InvalidProblem` as `run`, and for arrays of a framework without streams.
         """
         call = self._bound(arrays)
         if call.framework.waits:

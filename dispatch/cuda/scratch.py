@@ -34,12 +34,8 @@ _TORCH = Torch()
 class Block:
     """Device memory of `size` bytes. It is freed when nobody holds it any more.
 
-    Attributes
-    ----------
-    address, size : int
-        Address and size in bytes. The `zeros` bytes before it are zero whenever no run uses them.
-    lock : Lock
-        Held while the steps of a run are enqueued, so that those of another thread do not interleave on the stream.
+    The `zeros` bytes before `address` are zero whenever no run uses them. `lock` is held while the steps of a run are
+    enqueued, so that those of another thread do not interleave on the stream.
     """
 
     __slots__ = ("__weakref__", "address", "lock", "size")
@@ -207,21 +203,12 @@ def _of_torch(size: int, ordinal: int, stream: int) -> Any:
 
 
 class ScratchBuffers(NamedTuple):
-    """The scratch buffers of one run.
+    """The scratch buffers of one run."""
 
-    Attributes
-    ----------
-    lock : context manager
-        To be entered while the steps are enqueued.
-    addresses : tuple of int
-        Address of each buffer.
-    held : object
-        To be held until the steps are enqueued, and no longer: torch gives its memory to later work of the stream.
-    """
-
-    lock: AbstractContextManager[Any]
-    addresses: tuple[int, ...]
+    lock: AbstractContextManager[Any]  # to be entered while the steps are enqueued
+    addresses: tuple[int, ...]  # address of each buffer
     held: object = None
+    """To be held until the steps are enqueued, and no longer: torch gives its memory to later work of the stream."""
 
 
 _UNSHARED = nullcontext()

@@ -15,11 +15,7 @@ def stream_handle(op: str, stream: Any, ordinal: int) -> int:
     """Return the handle of a stream for work on device `ordinal`; 0 is the default stream.
 
     `stream` is a handle, a stream of torch, CuPy or PyCUDA, or an object with ``__cuda_stream__``. Errors name `op`.
-
-    Raises
-    ------
-    InvalidProblem
-        For anything else, or a stream of another device.
+    Raise `InvalidProblem` for anything else, or a stream of another device.
     """
     if isinstance(stream, int) and not isinstance(stream, bool):
         if not 0 <= stream < 1 << 64:

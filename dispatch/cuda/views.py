@@ -15,45 +15,25 @@ Shape = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """One array of a view.
+    """One array of a view."""
 
-    Attributes
-    ----------
-    strides : tuple of int
-        Of the array, in stored elements.
-    packed : bool
-        Whether two elements share a byte along the last axis.
-    """
-
-    strides: Shape
-    packed: bool
+    strides: Shape  # of the array, in stored elements
+    packed: bool  # whether two elements share a byte along the last axis
 
 
 class View(NamedTuple):
-    """The two-dimensional shape that a kernel receives.
-
-    Attributes
-    ----------
-    rows, columns : int
-        In elements.
-    leading : dict
-        Distance between rows by argument, in stored elements.
-    """
+    """The two-dimensional shape that a kernel receives, in elements."""
 
     rows: int
     columns: int
-    leading: dict[str, int]
+    leading: dict[str, int]  # distance between rows by argument, in stored elements
 
 
 def common_view(op: str, shape: Shape, layouts: Mapping[str, Layout]) -> View:
     """Return the view with the longest rows that all arrays of one shape have.
 
-    `shape` is in elements and the same for all arrays in `layouts`; errors name `op`.
-
-    Raises
-    ------
-    InvalidProblem
-        If there is none; it names an array to change.
+    `shape` is in elements and the same for all arrays in `layouts`; errors name `op`. Raise `InvalidProblem` if there
+    is none; it names an array to change.
     """
     splits = {name: _splits(shape, layout) for name, layout in layouts.items()}
     for name, own in splits.items():
@@ -71,13 +51,7 @@ def common_view(op: str, shape: Shape, layouts: Mapping[str, Layout]) -> View:
 
 
 def matrix_view(op: str, shape: Shape, name: str, layout: Layout) -> View:
-    """Return the view of one array as a matrix whose rows are its last axis.
-
-    Raises
-    ------
-    InvalidProblem
-        If it has none.
-    """
+    """Return the view of one array as a matrix whose rows are its last axis. Raise `InvalidProblem` if it has none."""
     split = max(0, len(shape) - 1)
     if split not in _splits(shape, layout):
         _refuse(op, name, layout, "have contiguous rows with one distance between them")

@@ -49,10 +49,7 @@ _DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 def place_of(op: str, name: str, value: Any) -> DevicePlace | None:
     """Return the device of an argument, or None for a number.
 
-    Raises
-    ------
-    InvalidProblem
-        If the value is neither an array nor a number, or is on a device of an unknown kind.
+    Raise `InvalidProblem` if the value is neither an array nor a number, or is on a device of an unknown kind.
     """
     if isinstance(value, np.ndarray):
         return HOST_PLACE
@@ -163,10 +160,7 @@ def bare(op: str, name: str, value: Any) -> Any:
 def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
     """Return a host array as a plain ndarray that shares its memory. No code of a subclass runs, here or later.
 
-    Raises
-    ------
-    InvalidProblem
-        If it is not an array, has a mask, is on another device, or cannot be viewed without a copy.
+    Raise `InvalidProblem` if it is not an array, has a mask, is on another device, or cannot be viewed without a copy.
     """
     if type(value) is np.ndarray:
         return value

@@ -26,19 +26,9 @@ Array = npt.NDArray[Any]
 class Binding:
     """The arguments of one run, ready for a NumPy kernel.
 
-    Attributes
-    ----------
-    values : dict
-        NumPy array, NumPy scalar or integer by name. None for an optional argument that was left out.
-
-    Raises
-    ------
-    InvalidProblem
-        For a missing, unknown or unsuitable argument.
-    FloatModeError
-        If this thread does not round to nearest, or flushes subnormal numbers.
-    OutOfMemory
-        If an output that was left out cannot be allocated.
+    Raise `InvalidProblem` for a missing, unknown or unsuitable argument; `FloatModeError` if this thread does not round
+    to nearest, or flushes subnormal numbers; `OutOfMemory` if an output that was left out cannot be allocated. `values`
+    has a NumPy array, a NumPy scalar or an integer by name; None for an optional argument that was left out.
     """
 
     def __init__(self, problem: Descriptor, arguments: tuple[Argument, ...], given: Mapping[str, object]) -> None:

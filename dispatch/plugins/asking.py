@@ -30,12 +30,8 @@ class Misbehaved(Exception):
 def ask(backend: Backend, question: str, *asked: Any) -> Any:
     """Return what a method of a backend returns, checked, with its texts as single lines. Of ``choices``, return names.
 
-    Leave out an empty choice: a backend without configurations need not accept the parameter.
-
-    Raises
-    ------
-    Misbehaved
-        For an error, and for a value of another kind. A `SkudaError` of ``prepare`` is raised as it is.
+    Leave out an empty choice: a backend without configurations need not accept the parameter. Raise `Misbehaved` for an
+    error, and for a value of another kind. A `SkudaError` of ``prepare`` is raised as it is.
     """
     taken, kind = _ANSWERS[question]
     with kept_clean():

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.plugins.asking import KERNELS, error_text
-from skuda.dispatch.plugins.seal import Seal
 from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.dispatch.settings import plugin_enabled
 from skuda.dispatch.system.interrupts import held_back
@@ -75,15 +74,7 @@ class Plugin(Value):
 
 
 def found(group: str) -> tuple[tuple[tuple[EntryPoint, Plugin], ...], tuple[Plugin, ...]]:
-    """Return the entry points of a group in order, and the packages with unreadable metadata.
-
-    Returns
-    -------
-    points : tuple of (EntryPoint, Plugin)
-        The entry points, not loaded yet, with their records.
-    broken : tuple of Plugin
-        The packages, with the reason.
-    """
+    """Return the entry points of a group in order, not loaded yet, and the packages with unreadable metadata."""
     with held_back():
         try:
             points = list(entry_points(group=group))
@@ -135,29 +126,16 @@ def _enabled(group: str) -> tuple[list[tuple[EntryPoint, Plugin]], tuple[Plugin,
     return kept, tuple(plugin for plugin in broken if plugin_enabled(plugin.package))
 
 
-def load_backends(
-    registry: Registry,
-) -> tuple[Registry, tuple[tuple[Backend, Plugin], ...], tuple[Plugin, ...]]:
+def load_backends(registry: Registry) -> tuple[Registry, tuple[tuple[Backend, Plugin], ...], tuple[Plugin, ...]]:
     """Construct the backends of installed packages and register their facts.
 
-    Parameters
-    ----------
-    registry : Registry
-        The existing records. A plug-in that claims one of their names is set aside.
-
-    Returns
-    -------
-    registry : Registry
-        A new snapshot.
-    backends : tuple of (Backend, Plugin)
-        Each backend with its plug-in.
-    aside : tuple of Plugin
-        The plug-ins that were set aside.
+    A plug-in that claims the name of a record of `registry` is set aside. Return a new snapshot, each backend with its
+    plug-in, and the plug-ins that were set aside.
     """
     points, broken = _enabled(BACKENDS)
     brought, aside = [], list(broken)
     for point, named in points:
-        taken, plugin = _taken(named, Seal(registry), partial(_with_backend, point, named, registry))
+        taken, plugin = _taken(named, partial(_with_backend, point, named, registry))
         if taken is None:
             aside.append(plugin)
         else:
@@ -169,21 +147,12 @@ def load_backends(
 def load_kernels(registry: Registry) -> tuple[Registry, tuple[Plugin, ...]]:
     """Register the ops and kernels of installed packages. A package is registered as a whole or not at all.
 
-    Returns
-    -------
-    registry : Registry
-        A new snapshot.
-    plugins : tuple of Plugin
-        All plug-ins. Those that were set aside have a reason.
+    Return a new snapshot, and all plug-ins. Those that were set aside have a reason.
     """
-    from skuda.kernels.catalog import built_in_registry
-
     points, broken = _enabled(KERNELS)
     plugins = list(broken)
     for point, named in points:
-        # `registry` may be a later snapshot; other dispatchers begin with the first one.
-        seal = Seal(registry, built_in_registry())
-        taken, plugin = _taken(named, seal, partial(_with_kernels, point, named, registry))
+        taken, plugin = _taken(named, partial(_with_kernels, point, named, registry))
         registry = taken or registry
         plugins.append(plugin)
     return registry, tuple(plugins)
@@ -203,7 +172,7 @@ def _with_kernels(point: EntryPoint, plugin: Plugin, registry: Registry) -> Regi
     return registry.register(*(_valid(record) for record in records), origin=plugin.origin)
 
 
-def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken | None, Plugin]:
+def _taken(plugin: Plugin, take: Callable[[], Taken]) -> tuple[Taken | None, Plugin]:
     """Return the result of loading a plug-in, or None if it is set aside, and its record."""
     start, reason = time.perf_counter(), ""
     taken = None
@@ -212,16 +181,11 @@ def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken
             with _watched(plugin):
                 taken = take()
         except KeyboardInterrupt:
-            seal.mend()  # what the plug-in changed so far; the records belong to the process, which may go on
             raise
         except BaseException as error:  # noqa: BLE001  whatever a plug-in does must not break the rest
             reason = error_text(error)
     seconds = time.perf_counter() - start
-    changed = seal.mend()
-    if changed:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        reason = f"it changed {changed[0]}{more}, which is not its own (put back)" + (f"; {reason}" if reason else "")
-    return None if reason else taken, plugin.model_copy(update={"seconds": seconds, "reason": reason})
+    return taken, plugin.model_copy(update={"seconds": seconds, "reason": reason})
 
 
 @contextmanager

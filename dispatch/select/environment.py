@@ -41,24 +41,13 @@ def _named(device: Device) -> Device:
 
 
 class Environment(Value):
-    """The conditions of a measurement.
+    """The conditions of a measurement."""
 
-    Attributes
-    ----------
-    device : Device
-        Properties of the device, without its ordinal.
-    driver : str
-        Version of a GPU's driver; for a CPU its model and the number of processors.
-    versions : dict
-        Versions, by name, of what compiled and launched the kernels. They are shown, not compared.
-    skuda : str
-        Version of skuda.
-    """
-
-    device: Annotated[Device, AfterValidator(_named)]
-    driver: Line = ""
+    device: Annotated[Device, AfterValidator(_named)]  # properties of the device, without its ordinal
+    driver: Line = ""  # version of a GPU's driver; for a CPU its model and the number of processors
     versions: dict[Line, Line] = Field(default_factory=dict, max_length=100)
-    skuda: Line
+    """Versions, by name, of what compiled and launched the kernels. They are shown, not compared."""
+    skuda: Line  # version of skuda
 
     def __hash__(self) -> int:
         return hash((self.device, self.driver, self.skuda))
@@ -66,12 +55,7 @@ class Environment(Value):
     def mismatch(self, device: Device, driver: str | None) -> str:
         """Return why times measured here do not apply to a device; an empty string if they apply.
 
-        Parameters
-        ----------
-        device : Device
-            The device.
-        driver : str or None
-            Its driver, as in `Environment.driver`; None if unknown, for example for a device that is not here.
+        `driver` is its `Environment.driver`; None if unknown, for example for a device that is not here.
         """
         mine = self.device
         if (mine.processor, mine.name, mine.compute_capability) != (
@@ -124,10 +108,7 @@ def _processor() -> str:
 def versions(more: Iterable[str] = ()) -> dict[str, str]:
     """Return the versions of what compiles, launches and checks kernels, as far as it is installed.
 
-    Parameters
-    ----------
-    more : iterable of str
-        Further distributions to look for.
+    `more` are further distributions to look for.
     """
     found = {"python": platform.python_version()}
     found |= {name: version for name in (*_PACKAGES, *more) if (version := _version(name))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Self
 
 from pydantic import JsonValue
@@ -13,8 +12,6 @@ from skuda.registry.reason import Reason
 from skuda.registry.value import Real, Value
 
 _set = object.__setattr__
-_SHOWN = 8
-"""Number of refused kernels in the HTML table."""
 
 
 class Decision(Value):
@@ -199,26 +196,7 @@ class Explanation(Value):
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Return an HTML table for notebooks: the accepted kernels and the nearest refused ones."""
-        shown = self.refused[:_SHOWN]
-        rows = [(d.sku, "chosen" if d.rank == 0 else f"accepted, rank {d.rank}") for d in self.accepted]
-        rows += [(d.sku, "; ".join(str(reason) for reason in d.reasons)) for d in shown]
-        if len(shown) < len(self.refused):
-            rows.append((f"and {len(self.refused) - len(shown)} more", "refused"))
-        if self.verdict is not None:
-            rows.append(("measured times", str(self.verdict)))
-        return html_table(self.question(), [*rows, *(("note", note) for note in self.notes)])
-
 
 def as_json(problem: Value) -> dict[str, Any]:
     """Return a descriptor's fields as JSON values."""
     return problem.model_dump(mode="json")
-
-
-def html_table(caption: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Return an HTML table of two columns; every text is escaped."""
-    from html import escape
-
-    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f"<table><caption>{escape(caption)}</caption>{''.join(cells)}</table>"

@@ -33,17 +33,8 @@ class _ArrayType(NamedTuple):
 class Fields:
     """Derives the descriptors of one op from the arguments of calls.
 
-    Parameters
-    ----------
-    op : Op
-        The op. If its descriptor declares no signature, every field must be given.
-
-    Attributes
-    ----------
-    arguments : dict of str to ArgumentSpec
-        Every argument that a problem of the op may have. Of several declarations of a name, the first.
-    always : frozenset of str
-        The arguments that every problem of the op has.
+    If the descriptor declares no signature, every field must be given. `arguments` has every argument that a problem of
+    the op may have; of several declarations of a name, the first. `always` has those that every problem of the op has.
     """
 
     def __init__(self, op: Op) -> None:
@@ -104,19 +95,9 @@ class Fields:
         return self._problem(seen, frozenset(arrays), plain), arrays
 
     def led(self, field: str, given: Mapping[str, Any]) -> dict[str, int]:
-        """Return the arguments, outputs included, whose first axis has the length of a field.
+        """Return the arguments, outputs included, whose first axis has the length of a field, with their further axes.
 
-        Parameters
-        ----------
-        field : str
-            A size.
-        given : mapping of str to object
-            As in `sketch`.
-
-        Returns
-        -------
-        dict of str to int
-            Number of axes after the first one, by name.
+        `given` is as in `sketch`.
         """
         _, taken = self._settled(*self._parts(given))
         return {each.name: len(each.shape) - 1 for each in taken if each.shape[:1] == (Axis(field),)}
@@ -168,15 +149,8 @@ class Fields:
     def sketch(self, given: Mapping[str, Any]) -> Descriptor:
         """Return the problem of a call without validation, to read its arguments only. Sizes may be symbolic.
 
-        Parameters
-        ----------
-        given : mapping of str to object
-            Arguments and fields by name. None means omitted. Only the shape and dtype of arrays are read.
-
-        Raises
-        ------
-        InvalidProblem
-            If an omitted field follows from no argument.
+        Raise `InvalidProblem` if an omitted field follows from no argument. `given` has arguments and fields by name;
+        None means omitted. Only the shape and dtype of arrays are read.
         """
         return self._descriptor.model_construct(None, **self._found(*self._parts(given)))
 

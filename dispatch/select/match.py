@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
-from skuda.dispatch.select.pick import Pick
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor, FunctionalKey, key_field
 from skuda.registry.device import Device
@@ -19,6 +18,14 @@ from skuda.registry.sku import KernelSku
 if TYPE_CHECKING:
     from skuda.dispatch.select.explanation import Explanation, Verdict
     from skuda.dispatch.select.measured import Tuned
+
+
+class Pick(NamedTuple):
+    """A kernel and the configuration to run it in."""
+
+    sku: KernelSku
+    choice: str = ""  # name of its configuration; empty for the one that its launch rule ranks first
+    reason: str = ""  # the measurement that chose it; empty if the ranking did
 
 
 class Obstacles:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.select.explanation import Measured, Verdict
-from skuda.dispatch.select.pick import Pick
+from skuda.dispatch.select.match import Pick
 from skuda.dispatch.select.tuning import Candidate, Tuning, TuningEntry
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
@@ -21,56 +21,25 @@ from skuda.registry.sku import KernelSku
 
 @dataclass(frozen=True)
 class Tuned:
-    """Measured times, and functions that describe this machine.
-
-    Attributes
-    ----------
-    tuning : Tuning
-        The times.
-    origin : str
-        The source of the times, for messages.
-    driver : callable
-        Returns the driver of a device; None if the device is not here.
-    choices : callable
-        Returns the names of a kernel's configurations for a problem on a device, best first; empty if it has only one.
-    """
+    """Measured times, and functions that describe this machine."""
 
     tuning: Tuning
-    origin: str
-    driver: Callable[[Device], str | None]
+    origin: str  # the source of the times, for messages
+    driver: Callable[[Device], str | None]  # returns the driver of a device; None if the device is not here
     choices: Callable[[KernelSku, Descriptor, Device], tuple[str, ...]]
+    """Returns the names of a kernel's configurations for a problem on a device, best first; empty if it has only
+    one."""
 
     def weigh(
-        self,
-        problem: Descriptor,
-        device: Device,
-        accepted: Sequence[KernelSku],
-        against: Callable[[str], str],
+        self, problem: Descriptor, device: Device, accepted: Sequence[KernelSku], against: Callable[[str], str]
     ) -> tuple[Pick | None, Verdict]:
-        """Compare the times of a problem.
+        """Return the kernel that replaces the first of the ranking, or None if the first stays, and the reason.
 
         A kernel's times count only if the kernel is accepted, has not changed since the measurement, and promises no
         less than the first of the ranking. Only a kernel that is faster by more than the margin replaces the first.
         Among the kernels within the margin of the fastest, the highest in the ranking wins, in its fastest
-        configuration.
-
-        Parameters
-        ----------
-        problem : Descriptor
-            The problem.
-        device : Device
-            The device to run on.
-        accepted : sequence of KernelSku
-            The accepted kernels, best first; at least one.
-        against : callable
-            Returns the reasons against a kernel that is not accepted, by its id.
-
-        Returns
-        -------
-        pick : Pick or None
-            The kernel that replaces the first of the ranking; None if the first stays.
-        verdict : Verdict
-            The reason.
+        configuration. `accepted` has at least one kernel, best first. `against` returns the reasons against a kernel
+        that is not accepted, by its id.
         """
         entry = self.tuning.entry(problem)
         if entry is None:
@@ -110,42 +79,21 @@ class Tuned:
 
 
 class _Offered(NamedTuple):
-    """A kernel that can be chosen here.
+    """A kernel that can be chosen here."""
 
-    Attributes
-    ----------
-    choices : tuple of str
-        Names of its configurations, best first; a single empty name if it has only one.
-    source_hash : str
-        Its current hash; empty if its source cannot be read.
-    short : str or None
-        Where its guarantee is weaker than that of the first of the ranking; None if it is not.
-    """
-
-    choices: tuple[str, ...]
-    source_hash: str
-    short: str | None
+    choices: tuple[str, ...]  # names of its configurations, best first; a single empty name if it has only one
+    source_hash: str  # its current hash; empty if its source cannot be read
+    short: str | None  # where its guarantee is weaker than that of the first of the ranking; None if it is not
 
 
 class _Judged(NamedTuple):
-    """A measured candidate and whether its time counts.
-
-    Attributes
-    ----------
-    candidate : Candidate
-        The candidate.
-    us : float or None
-        Its median time in microseconds.
-    rank : (int, int)
-        Rank of its kernel, and of its configuration within the kernel; valid only if the time counts.
-    against : str
-        Why its time does not count; empty if it does.
-    """
+    """A measured candidate and whether its time counts."""
 
     candidate: Candidate
-    us: float | None
+    us: float | None  # its median time in microseconds
     rank: tuple[int, int]
-    against: str
+    """Rank of its kernel, and of its configuration within the kernel; valid only if the time counts."""
+    against: str  # why its time does not count; empty if it does
 
 
 def _hash(sku: KernelSku) -> str:
@@ -188,16 +136,7 @@ def _decide(
 ) -> tuple[Candidate | None, str]:
     """Return the candidate that replaces the first of the ranking, or None, and the reason.
 
-    Parameters
-    ----------
-    found : sequence of _Judged
-        The measured candidates.
-    standing : str
-        Id of the first of the ranking.
-    offered : dict
-        The kernels that can be chosen.
-    margin : float
-        Least gain, in per cent.
+    `standing` is the id of the first of the ranking. `offered` can be chosen. `margin` is the least gain, in per cent.
     """
     stands = (standing, offered[standing].choices[0])
     first = next((one for one in found if (one.candidate.sku, one.candidate.choice) == stands), None)

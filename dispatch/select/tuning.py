@@ -43,21 +43,14 @@ def _identity(text: str) -> str:
 
 
 class Timing(Value):
-    """Statistics of the time of one launch, in microseconds.
-
-    Attributes
-    ----------
-    median, p10, p90, best : float
-        Median, 10th and 90th percentile, minimum; all above 0.
-    rounds : int
-        Number of samples. Fewer than requested if the time budget ran out.
-    """
+    """Statistics of the time of one launch, in microseconds."""
 
     median: Microseconds
-    p10: Microseconds
+    p10: Microseconds  # 10th percentile
     p90: Microseconds
-    best: Microseconds
+    best: Microseconds  # the least
     rounds: Annotated[Integer, Field(ge=1, lt=2**63)]
+    """Number of samples. Fewer than requested if the time budget ran out."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -80,27 +73,14 @@ class Timing(Value):
 
 
 class Candidate(Value):
-    """One kernel in one configuration, as measured.
+    """One kernel in one configuration, as measured."""
 
-    Attributes
-    ----------
-    sku : str
-        Id of the kernel.
-    choice : str
-        Name of the configuration; empty if the kernel has only one.
-    source_hash : str
-        See `skuda.dispatch.compile.sources.source_hash`; the times apply only while it is unchanged.
-    timing : Timing or None
-        The times; None if it was refused.
-    refused : str
-        Why it was not timed: a wrong result or an error.
-    """
-
-    sku: Annotated[str, AfterValidator(_identity)]
-    choice: Line = ""
+    sku: Annotated[str, AfterValidator(_identity)]  # id of the kernel
+    choice: Line = ""  # name of the configuration; empty if the kernel has only one
     source_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    timing: Timing | None = None
-    refused: Line = ""
+    """See `skuda.dispatch.compile.sources.source_hash`; the times apply only while it is unchanged."""
+    timing: Timing | None = None  # the times; None if it was refused
+    refused: Line = ""  # why it was not timed: a wrong result or an error
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -114,27 +94,15 @@ class Candidate(Value):
 
 
 class TuningEntry(Value):
-    """The times of one problem.
+    """The times of one problem."""
 
-    Attributes
-    ----------
-    problem : dict
-        The descriptor's fields, with its ``op``.
-    date : str
-        Time of the measurement, UTC.
-    seed : int
-        Seed of the inputs.
-    layers : int
-        Launches in one graph. The times are those of one launch; see `skuda.tools.bench.tune.Tuner`.
-    candidates : tuple of Candidate
-        Every kernel that can run the problem, in each of its configurations.
-    """
-
-    problem: dict[str, JsonValue]
-    date: Line
-    seed: Size
+    problem: dict[str, JsonValue]  # the descriptor's fields, with its ``op``
+    date: Line  # time of the measurement, UTC
+    seed: Size  # seed of the inputs
     layers: Annotated[Integer, Field(ge=1)] = 1
+    """Launches in one graph. The times are those of one launch; see `skuda.tools.bench.tune.Tuner`."""
     candidates: Annotated[tuple[Candidate, ...], Field(min_length=1)]
+    """Every kernel that can run the problem, in each of its configurations."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)

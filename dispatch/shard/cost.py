@@ -98,10 +98,7 @@ class Traffic(Value):
             moved.append(("all-gather of the output", part * self.m * self.n * self.output_bytes, chunks))
         return tuple(
             Transfer(
-                what=what,
-                sent=round(sent),
-                microseconds=times * shards.link.microseconds(sent / times),
-                chunks=times,
+                what=what, sent=round(sent), microseconds=times * shards.link.microseconds(sent / times), chunks=times
             )
             for what, sent, times in moved
         )

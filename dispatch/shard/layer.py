@@ -25,39 +25,19 @@ from skuda.dispatch.shard.shards import Shards, own, span
 
 
 class LayerInput(NamedTuple):
-    """The part of a layer's input that a rank has.
+    """The part of a layer's input that a rank has."""
 
-    Attributes
-    ----------
-    data : array of shape (m, k), or a rank's rows or columns of it
-        Real numbers, or codes.
-    scale : array of shape (m,) or (1,), or None
-        Scales of codes; None for real numbers.
-    zero_point : array of shape (m,) or (1,), s32, or None
-        Zero points of codes; None for 0.
-    """
-
-    data: Any
-    scale: Any = None
-    zero_point: Any = None
+    data: Any  # real numbers, or codes, of shape (m, k); or a rank's rows or columns of it
+    scale: Any = None  # scales of codes, of shape (m,) or (1,); None for real numbers
+    zero_point: Any = None  # zero points of codes, s32, of shape (m,) or (1,); None for 0
 
 
 class Sums(NamedTuple):
-    """Sums over the inner size.
+    """Sums over the inner size, s32."""
 
-    Attributes
-    ----------
-    products : array of shape (m, n), s32
-        Of codes times weights.
-    of_rows : array of shape (m,), s32, or None
-        Of codes, where the weight has zero points.
-    of_channels : array of shape (n,), s32, or None
-        Of weights, where the activation has zero points.
-    """
-
-    products: Any
-    of_rows: Any = None
-    of_channels: Any = None
+    products: Any  # of codes times weights, of shape (m, n)
+    of_rows: Any = None  # of codes, of shape (m,), where the weight has zero points
+    of_channels: Any = None  # of weights, of shape (n,), where the activation has zero points
 
 
 def _unused(*_: Any) -> Any:
@@ -66,67 +46,32 @@ def _unused(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Steps:
-    """The local work of a rank. `row_sums` and `channel_sums` are None if no zero points need them.
+    """The local work of a rank. `row_sums` and `channel_sums` are None if no zero points need them."""
 
-    Attributes
-    ----------
-    amax : callable
-        data -> the largest magnitude of each row; NaN is skipped.
-    quantize : callable
-        data, maxima of whole rows -> codes and scales.
-    quantize_rows : callable
-        whole rows -> codes and scales.
-    sums : callable
-        codes -> `Sums.products` over the rank's part of the inner size.
-    row_sums : callable
-        codes -> `Sums.of_rows`.
-    channel_sums : callable
-        nothing -> `Sums.of_channels`.
-    rescale : callable
-        whole `Sums`, `LayerInput` without data -> the output.
-    layer : callable
-        `LayerInput` that is whole along the inner size -> the output of the rank's part of the weight.
-    """
-
-    amax: Callable[[Any], Any] = _unused
-    quantize: Callable[[Any, Any], tuple[Any, Any]] = _unused
-    quantize_rows: Callable[[Any], tuple[Any, Any]] = _unused
-    sums: Callable[[Any], Any] = _unused
-    row_sums: Callable[[Any], Any] | None = None
-    channel_sums: Callable[[], Any] | None = None
-    rescale: Callable[[Sums, LayerInput], Any] = _unused
+    amax: Callable[[Any], Any] = _unused  # data -> the largest magnitude of each row; NaN is skipped
+    quantize: Callable[[Any, Any], tuple[Any, Any]] = _unused  # data, maxima of whole rows -> codes and scales
+    quantize_rows: Callable[[Any], tuple[Any, Any]] = _unused  # whole rows -> codes and scales
+    sums: Callable[[Any], Any] = _unused  # codes -> `Sums.products` over the rank's part of the inner size
+    row_sums: Callable[[Any], Any] | None = None  # codes -> `Sums.of_rows`
+    channel_sums: Callable[[], Any] | None = None  # nothing -> `Sums.of_channels`
+    rescale: Callable[[Sums, LayerInput], Any] = _unused  # whole `Sums`, `LayerInput` without data -> the output
     layer: Callable[[LayerInput], Any] = _unused
+    """`LayerInput` that is whole along the inner size -> the output of the rank's part of the weight."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a layer runs on a group, the same on every rank.
+    """How a layer runs on a group, the same on every rank."""
 
-    Attributes
-    ----------
-    shards : Shards
-        How the layer is split.
-    rows : tuple of int
-        Rows of the activation that each rank owns.
-    parts : tuple of int
-        The length of each rank's part of the split axis.
-    columns : tuple of int
-        Columns of the activation that each rank has, if the input is ``columns``.
-    per_row : bool
-        Whether each row has a scale of its own.
-    scattered : bool
-        Whether each rank finishes its own rows of the sums. If not, every rank finishes all rows.
-    chunks : tuple of int
-        Rows of each chunk. With several chunks, each rank finishes its own rows of each; see `Shards.rows`.
-    """
-
-    shards: Shards
-    rows: tuple[int, ...]
-    parts: tuple[int, ...]
-    columns: tuple[int, ...]
-    per_row: bool
+    shards: Shards  # how the layer is split
+    rows: tuple[int, ...]  # rows of the activation that each rank owns
+    parts: tuple[int, ...]  # the length of each rank's part of the split axis
+    columns: tuple[int, ...]  # columns of the activation that each rank has, if the input is ``columns``
+    per_row: bool  # whether each row has a scale of its own
     scattered: bool
+    """Whether each rank finishes its own rows of the sums. If not, every rank finishes all rows."""
     chunks: tuple[int, ...]
+    """Rows of each chunk. With several chunks, each rank finishes its own rows of each; see `Shards.rows`."""
 
     @classmethod
     def of(cls, shards: Shards, traffic: Traffic, *, whole: bool = False) -> Course:

@@ -16,8 +16,8 @@ from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select.explanation import as_json
-from skuda.dispatch.shard import layer, problems
-from skuda.dispatch.shard.explanation import explain_shards, preference_of
+from skuda.dispatch.shard import layer
+from skuda.dispatch.shard.explanation import MAIN, course, explain_shards, held, preference_of, problems
 from skuda.dispatch.shard.group import Group, GroupMismatch, differing
 from skuda.dispatch.shard.layer import LayerInput, Steps, Sums
 from skuda.dispatch.shard.shards import Shards
@@ -116,10 +116,10 @@ class ShardedPlan:
         if group.count != self.shards.count:
             rule = f"have the {self.shards.count} ranks of the plan"
             raise InvalidProblem("ShardedPlan.bind", "group", f"{group.count} ranks", rule)
-        way = problems.course(self.problem, self.shards)
+        way = course(self.problem, self.shards)
         plans = {
             (step, rows): self._dispatcher.select(local, preference_of(step, self.preference), self.device)
-            for (step, rows), local in problems.problems(self.problem, way, group.rank).items()
+            for (step, rows), local in problems(self.problem, way, group.rank).items()
         }
         return BoundShards(self, group, name, way, plans)
 
@@ -159,7 +159,7 @@ def select_shards(
     kernels = explanation.chosen or ()
     steps = dict.fromkeys(step for rank in kernels for step in rank)
     skus = [(name, sku) for name, kernel in steps if (sku := dispatcher.registry.sku(kernel)) is not None]
-    main = next(sku.precision_guarantee for name, sku in skus if name in problems.MAIN)
+    main = next(sku.precision_guarantee for name, sku in skus if name in MAIN)
     least = _least(main, [sku.precision_guarantee for _, sku in skus])
     on = explanation.steps[0].explanation.device
     return ShardedPlan(problem, shards, on, preference or NO_PREFERENCE, kernels, least, dispatcher)
@@ -182,10 +182,7 @@ def _least(main: PrecisionGuarantee, promises: list[PrecisionGuarantee]) -> Shar
 def compare(group: Group, properties: Mapping[str, Any]) -> None:
     """Check that all ranks have the same properties.
 
-    Raises
-    ------
-    GroupMismatch
-        If they differ, on every rank. The error names the first difference, and the ranks.
+    Raise `GroupMismatch` if they differ, on every rank. The error names the first difference, and the ranks.
     """
     texts = group.exchange(json.dumps(properties, sort_keys=True, default=str))
     if not differing(texts):
@@ -210,7 +207,7 @@ class BoundShards:
         self, plan: ShardedPlan, group: Group, name: str, way: layer.Course, plans: Mapping[tuple[str, int], Plan]
     ) -> None:
         self.plan, self._group, self._way, self._plans = plan, group, way, plans
-        self._held = problems.held(plan.problem, way, group.rank)
+        self._held = held(plan.problem, way, group.rank)
         text = json.dumps(plan.properties, sort_keys=True, default=str)
         self._call = f"{name or plan.problem.op_name()} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
         self._known: dict[tuple[Any, ...], Any] = {}

@@ -55,14 +55,8 @@ def built_in() -> dict[str, Op]:
 def function(op: Op, module: str, *, strict: bool = True) -> Callable[..., Any]:
     """Return an op as a function of keywords, with the signature that follows from its descriptor.
 
-    Parameters
-    ----------
-    op : Op
-        The op.
-    module : str
-        The module that has the function.
-    strict : bool
-        Whether an unknown or missing keyword raises a TypeError, as for any function. Otherwise `call` judges it.
+    `module` has the function. `strict` says whether an unknown or missing keyword raises a TypeError, as for any
+    function. Otherwise `call` judges it.
     """
     name, signature = op.name, signature_of(op)
     needed = frozenset(key for key, one in signature.parameters.items() if one.default is one.empty)
@@ -130,19 +124,9 @@ def _refuse_keywords(name: str, given: Mapping[str, Any], signature: Signature) 
 def call(op: str, given: Mapping[str, Any]) -> Any:
     """Derive the descriptor of a call from its arguments, and run it.
 
-    Parameters
-    ----------
-    op : str
-        Name of the op.
-    given : mapping of str to object
-        The op's arguments, the descriptor's fields, and `dispatcher`, `preference` and `stream`. None means left out.
-
-    Raises
-    ------
-    InvalidProblem
-        For an unknown op, a bad argument, and a missing field that follows from no argument.
-    Unsupported
-        If no kernel can serve the problem.
+    Raise `InvalidProblem` for an unknown op, a bad argument, and a missing field that follows from no argument;
+    `Unsupported` if no kernel can serve the problem. `given` has the op's arguments, the descriptor's fields, and
+    `dispatcher`, `preference` and `stream`. None means left out.
     """
     given = dict(given)
     dispatcher = given.pop("dispatcher", None)

@@ -12,17 +12,7 @@ from typing import BinaryIO
 def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     """Open a regular file for reading. Nothing else is opened, so this neither blocks nor has a side effect.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    follow : bool
-        Whether it may be a symbolic link.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened, or is not a regular file.
+    Raise `OSError` if it cannot be opened, or is not a regular file. `follow` says whether it may be a symbolic link.
     """
     _refuse_others(path.stat(follow_symlinks=follow), path)
     # Another file may have taken its place, so check the descriptor again. A pipe would block without O_NONBLOCK.

@@ -15,17 +15,8 @@ class Flag:
     """A flag that C code raises from any thread, without the interpreter: a semaphore of the C library.
 
     Its memory is freed when the flag is, but not before it was raised, because it may be raised at any time until then,
-    even while the process ends.
-
-    Attributes
-    ----------
-    raiser, address : c_void_p
-        The C function that raises it, and what that function takes.
-
-    Raises
-    ------
-    OSError
-        Where the C library has no such semaphores.
+    even while the process ends. Raise `OSError` where the C library has no such semaphores. `raiser` and `address` are
+    the C function that raises it, and what that function takes.
     """
 
     __slots__ = ("__weakref__", "address", "raiser")

@@ -21,13 +21,7 @@ def run(
     """Run a program and return its exit status and output.
 
     If the wait is interrupted or takes longer than `timeout` seconds, the program and all that it started are killed.
-
-    Raises
-    ------
-    OSError
-        If the program cannot be started.
-    subprocess.TimeoutExpired
-        If it takes too long.
+    Raise `OSError` if the program cannot be started; `subprocess.TimeoutExpired` if it takes too long.
     """
     # A separate process group can be killed as a whole. A Ctrl-C in the terminal reaches this process, not the group.
     with subprocess.Popen(

@@ -39,12 +39,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield an empty file beside a path. It replaces the path at the end of the block, unless the block fails.
 
     A link stays, and its target is replaced or made. The new file gets the permissions and, if allowed, the owner of
-    the old file. Without an old file, it gets those of any new file.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written, or is a folder, a device, a pipe or a socket. The error names the path.
+    the old file. Without an old file, it gets those of any new file. Raise `OSError` if the file cannot be written, or
+    is a folder, a device, a pipe or a socket. The error names the path.
     """
     with _about(path):
         target = _target(path)

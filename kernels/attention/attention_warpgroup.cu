@@ -35,17 +35,6 @@ enum {
   SHARED = 1024 + STAGES * (2 * CODES + BLOCK_SCALES * 4 + 16) + WARPGROUPS * (QUERIES + 4 * WARP_SUMS * 4)
 };
 
-#ifndef SKUDA_HOST  // the CPU harness of the tests defines it
-// d[64, 64] = a[64, 32] b[64, 32]^T + (scale_d ? d : 0), as Wgmma, with the fragments of a in registers: of the rows of
-// d[0] and d[2], bytes 4 (t % 4) and three more, then, of both again, 16 bytes behind these.
-DEVICE void wgmma_registers(s32 (&d)[32], const u32 (&a)[4], u64 b, u32 scale_d) {
-  asm volatile("{\n.reg .pred scale_d;\nsetp.ne.u32 scale_d, %37, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {" S32 "}, {%32,%33,%34,%35}, %36, scale_d;\n}"
-               : D16(0), D16(16)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));
-}
-#endif
-
 struct Shared {
   u8* codes;     // [STAGES][2][CODES]
   f32* scales;   // [STAGES][BLOCK_SCALES]; NaN for a key with an unusable scale
@@ -73,7 +62,7 @@ DEVICE void multiply(s32 (&d)[32], const u32 (&w)[4][4], u32 codes) {
   const u64 b = matrix_descriptor(codes);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma_registers(d, w[k], b + 2 * k, k > 0);
+  for (int k = 0; k < 4; ++k) WgmmaRegisters<HALF, u8, s8>::mma_async(d, w[k], b + 2 * k, k > 0);
   wgmma_commit_group();
 }
 

@@ -124,43 +124,40 @@ template <int N, class A, class B> struct Wgmma;
 #define S128 S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87," \
   "%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
   "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WGMMA_OF(N, A, B, LIST, X, Y, P, ...)                                                                     \
-  template <> struct Wgmma<N, A, B> {                                                                             \
-    static DEVICE void mma_async(s32 (&d)[N / 2], u64 a, u64 b, u32 scale_d) {                                               \
-      asm volatile("{\n.reg .pred scale_d;\nsetp.ne.u32 scale_d, " P ", 0;\n"                                             \
+#define BY_DESCRIPTOR "l"(a)
+#define IN_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define WGMMA_OF(KIND, GIVEN, OPERANDS, N, A, B, LIST, X, Y, P, ...)                                                   \
+  template <> struct KIND<N, A, B> {                                                                                   \
+    static DEVICE void mma_async(s32 (&d)[N / 2], GIVEN, u64 b, u32 scale_d) {                                         \
+      asm volatile("{\n.reg .pred scale_d;\nsetp.ne.u32 scale_d, " P ", 0;\n"                                          \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #A "." #B " {" LIST "}, " X ", " Y ", scale_d;\n}" \
-                   : __VA_ARGS__                                                                                    \
-                     : "l"(a), "l"(b), "r"(scale_d));                                                                    \
-    }                                                                                                               \
+                   : __VA_ARGS__                                                                                       \
+                   : OPERANDS, "l"(b), "r"(scale_d));                                                                  \
+    }                                                                                                                  \
   };
+#define WGMMAS(N, A, B, LIST, X, Y, P, ...) WGMMA_OF(Wgmma, u64 a, BY_DESCRIPTOR, N, A, B, LIST, X, Y, P, __VA_ARGS__)
 #define WGMMAS_OF(A, B)                                                                                           \
-  WGMMA_OF(8, A, B, S4, "%4", "%5", "%6", D4(0))                                                                  \
-  WGMMA_OF(16, A, B, S8, "%8", "%9", "%10", D4(0), D4(4))                                                         \
-  WGMMA_OF(32, A, B, S16, "%16", "%17", "%18", D16(0))                                                            \
-  WGMMA_OF(64, A, B, S32, "%32", "%33", "%34", D16(0), D16(16))                                                   \
-  WGMMA_OF(128, A, B, S64, "%64", "%65", "%66", D64(0))                                                           \
-  WGMMA_OF(256, A, B, S128, "%128", "%129", "%130", D64(0), D64(64))
+  WGMMAS(8, A, B, S4, "%4", "%5", "%6", D4(0))                                                                    \
+  WGMMAS(16, A, B, S8, "%8", "%9", "%10", D4(0), D4(4))                                                           \
+  WGMMAS(32, A, B, S16, "%16", "%17", "%18", D16(0))                                                              \
+  WGMMAS(64, A, B, S32, "%32", "%33", "%34", D16(0), D16(16))                                                     \
+  WGMMAS(128, A, B, S64, "%64", "%65", "%66", D64(0))                                                             \
+  WGMMAS(256, A, B, S128, "%128", "%129", "%130", D64(0), D64(64))
 // The same with a in registers: thread t holds, of rows 16 (t / 32) + t % 32 / 4 and eight below, bytes 4 (t % 4) and
 // three more, then, of both rows, those 16 behind.
 template <int N, class A, class B> struct WgmmaRegisters;
-#define WGMMA_REGISTERS_OF(N, A, B, LIST, X, Y, P, ...)                                                           \
-  template <> struct WgmmaRegisters<N, A, B> {                                                                    \
-    static DEVICE void mma_async(s32 (&d)[N / 2], const u32 (&a)[4], u64 b, u32 scale_d) {                         \
-      asm volatile("{\n.reg .pred scale_d;\nsetp.ne.u32 scale_d, " P ", 0;\n"                                     \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #A "." #B " {" LIST "}, {" X "}, " Y ", scale_d;\n}" \
-                   : __VA_ARGS__                                                                                    \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));                              \
-    }                                                                                                               \
-  };
-#define WGMMAS_OF_REGISTERS(A, B)                                                                                  \
-  WGMMA_REGISTERS_OF(8, A, B, S4, "%4,%5,%6,%7", "%8", "%9", D4(0))                                                 \
-  WGMMA_REGISTERS_OF(16, A, B, S8, "%8,%9,%10,%11", "%12", "%13", D4(0), D4(4))                                      \
-  WGMMA_REGISTERS_OF(32, A, B, S16, "%16,%17,%18,%19", "%20", "%21", D16(0))                                        \
-  WGMMA_REGISTERS_OF(64, A, B, S32, "%32,%33,%34,%35", "%36", "%37", D16(0), D16(16))                               \
-  WGMMA_REGISTERS_OF(128, A, B, S64, "%64,%65,%66,%67", "%68", "%69", D64(0))                                       \
-  WGMMA_REGISTERS_OF(256, A, B, S128, "%128,%129,%130,%131", "%132", "%133", D64(0), D64(64))
+#define WGMMAS_IN(N, A, B, LIST, X, Y, P, ...) \
+  WGMMA_OF(WgmmaRegisters, const u32 (&a)[4], IN_REGISTERS, N, A, B, LIST, "{" X "}", Y, P, __VA_ARGS__)
+#define WGMMAS_OF_REGISTERS(A, B)                                                          \
+  WGMMAS_IN(8, A, B, S4, "%4,%5,%6,%7", "%8", "%9", D4(0))                                 \
+  WGMMAS_IN(16, A, B, S8, "%8,%9,%10,%11", "%12", "%13", D4(0), D4(4))                     \
+  WGMMAS_IN(32, A, B, S16, "%16,%17,%18,%19", "%20", "%21", D16(0))                        \
+  WGMMAS_IN(64, A, B, S32, "%32,%33,%34,%35", "%36", "%37", D16(0), D16(16))               \
+  WGMMAS_IN(128, A, B, S64, "%64,%65,%66,%67", "%68", "%69", D64(0))                       \
+  WGMMAS_IN(256, A, B, S128, "%128,%129,%130,%131", "%132", "%133", D64(0), D64(64))
 WGMMAS_OF_REGISTERS(s8, s8)
 WGMMAS_OF_REGISTERS(s8, u8)
+WGMMAS_OF_REGISTERS(u8, s8)
 WGMMAS_OF(s8, s8)
 WGMMAS_OF(s8, u8)
 WGMMAS_OF(u8, s8)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from skuda.kernels.linear import expanded, mma, packed_launch, packed_streamed_launch, plain, streamed, warpgroup
@@ -16,17 +17,13 @@ from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.sku import KernelSku, WorkspaceTerm
 from skuda.registry.vocabulary import EpilogueKind, MathPrecision
 
-_HERE = "skuda.kernels.linear"
-_ON_CODES = ("streamed", "warpgroup", "mma", "plain")
-"""Variants whose launch rules are in modules of the same name."""
 
-
-class _TensorCoreKernel(NamedTuple):
-    """A kernel that every linear op has; its module and its ``.cuh`` are named after its variant."""
+class _Kernel(NamedTuple):
+    """A kernel that every linear op has. Its ``.cuh`` is named after its variant; `rules` has its launch rule."""
 
     variant: str
     arch: ArchSku
-    constraints: Callable[[ElementKind], tuple[Constraint, ...]]
+    rules: ModuleType
     summary: str
     workspace: tuple[WorkspaceTerm, ...] = ()
     weights: tuple[ElementKind, ...] = (*CODES8, ElementKind.S4)
@@ -38,41 +35,42 @@ class _TensorCoreKernel(NamedTuple):
 
 
 _TENSOR_CORE_KERNELS = (
-    _TensorCoreKernel(
+    _Kernel(
         "packed_streamed",
         ArchSku.SM_90A,
-        packed_streamed_launch.constraints,
+        packed_streamed_launch,
         "packed 4-bit weights through a ring, mma.sync or wgmma by tokens",
         weights=(ElementKind.S4,),
     ),
-    _TensorCoreKernel(
+    _Kernel(
         "packed",
         ArchSku.SM_80,
-        packed_launch.constraints,
+        packed_launch,
         "few tokens: packed 4-bit weights go straight to registers",
         weights=(ElementKind.S4,),
     ),
-    _TensorCoreKernel(
+    _Kernel(
         "streamed",
         ArchSku.SM_90A,
-        streamed.constraints,
+        streamed,
         "few tokens: wgmma at the speed at which the weights arrive",
         weights=CODES8,
     ),
-    _TensorCoreKernel(
+    _Kernel(
         "warpgroup",
         ArchSku.SM_90A,
-        warpgroup.constraints,
+        warpgroup,
         "wgmma, TMA loads, tiles by predicted time",
         warpgroup.WORKSPACE,
     ),
-    _TensorCoreKernel(
+    _Kernel(
         "mma",
         ArchSku.SM_80,
-        mma.constraints,
+        mma,
         "tensor cores of any card since Ampere; every alignment and zero point",
     ),
 )
+_PLAIN = _Kernel("plain", ArchSku.SM_80, plain, "64 x 64 tiles, dp4a; any shape")
 
 
 def skus(
@@ -120,12 +118,8 @@ def skus(
             arch=kernel.arch,
             flags=partial(_flags, descriptor, unpacks=kernel.unpacks(weight)),
             guarantee=partial(_guarantee, ElementKind.S32),
-            constraints=(
-                *constraints,
-                in_f32,
-                *kernel.constraints(code_of(weight)),
-            ),
-            **_reading(kernel.variant, kernel.summary, (*workspace, *kernel.workspace), unpacks=kernel.unpacks(weight)),
+            constraints=(*constraints, in_f32, *kernel.rules.constraints(code_of(weight))),
+            **_reading(kernel, workspace, unpacks=kernel.unpacks(weight)),
             **fields,
         )
     )
@@ -142,7 +136,7 @@ def skus(
             guarantee=partial(_guarantee, ElementKind.S64),
             constraints=(*constraints, *plain.CONSTRAINTS),
             entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
-            **_reading("plain", "64 x 64 tiles, dp4a; any shape", workspace, unpacks=weights != CODES8),
+            **_reading(_PLAIN, workspace, unpacks=weights != CODES8),
             **fields,
         )
     )
@@ -160,16 +154,17 @@ def skus(
     return (*cores, *any_shape, *reference)
 
 
-def _reading(variant: str, summary: str, workspace: tuple[WorkspaceTerm, ...], *, unpacks: bool) -> dict[str, Any]:
+def _reading(kernel: _Kernel, workspace: tuple[WorkspaceTerm, ...], *, unpacks: bool) -> dict[str, Any]:
     """Return the fields of a SKU that depend on whether its kernel reads the weight, or the codes unpacked from it."""
+    variant, summary, workspace = kernel.variant, kernel.summary, (*workspace, *kernel.workspace)
     if not unpacks:
-        module = variant if variant in _ON_CODES else f"{variant}_launch"
-        return {"variant": variant, "summary": summary, "workspace": workspace, "launch": f"{_HERE}.{module}:launch"}
+        launch = f"{kernel.rules.__name__}:launch"
+        return {"variant": variant, "summary": summary, "workspace": workspace, "launch": launch}
     return {
         "variant": f"expanded_{variant}",
         "summary": f"the weight unpacked in front, then: {summary}",
         "workspace": (*workspace, *expanded.WORKSPACE),
-        "launch": f"{_HERE}.expanded:{variant}",
+        "launch": f"{expanded.__name__}:{variant}",
     }
 
 

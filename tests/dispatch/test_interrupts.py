@@ -6,16 +6,14 @@ import signal
 from functools import partial
 from types import SimpleNamespace
 
-import pytest
 from fakes import toy_dispatcher
 from interrupts import bytecodes, elsewhere, interrupted
 from support import fresh
 from toy import ToyDescriptor
 
 from skuda import functional
-from skuda.dispatch import Dispatcher
 from skuda.dispatch.cuda import pycuda_context
-from skuda.dispatch.plugins import loading
+from skuda.dispatch.system.interrupts import held_back
 from skuda.kernels import catalog
 from skuda.registry import KernelSku
 
@@ -67,39 +65,18 @@ def test_an_interrupted_first_question_is_asked_again():
         assert asked(dispatcher) == asked(toy_dispatcher())
 
 
-class Dying:
-    """Interrupts in its destructor, from which Python raises nothing."""
-
-    def __del__(self):
+def test_an_interrupt_that_is_held_back_comes_at_the_end():
+    came = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame is not None)))
+    try:
+        with held_back():
+            signal.raise_signal(signal.SIGINT)
+            assert came == []
+        assert came == [(signal.SIGINT, True)]
         signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.parametrize(("module", "name"), [(catalog, "built_in_registry"), (loading, "entry_points")])
-def test_an_interrupt_while_a_dispatcher_is_built_is_delivered_once(monkeypatch, module, name):
-    right = getattr(module, name)
-
-    def planted(**asked):
-        Dying()
-        return right(**asked)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, planted)
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                Dispatcher()
-            came = []
-            host = lambda number, frame: came.append((number, frame is not None))  # noqa: E731
-            signal.signal(signal.SIGINT, host)
-            found = Dispatcher()
-            # One for each time that the planted function was called.
-            assert came == [(signal.SIGINT, True)] * (2 if module is loading else 1)
-            assert signal.getsignal(signal.SIGINT) is host
-        finally:
-            signal.signal(signal.SIGINT, before)
-    for built in (found, Dispatcher(), elsewhere(Dispatcher)):
-        assert list(built.registry) == list(Dispatcher().registry)
-        assert len(built.registry) > 100
+        assert len(came) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_while_a_kernel_is_described_is_raised():

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import typer
 from paths import ROOT
 
 from skuda.dispatch import telemetry
 from skuda.tools.cli import main
-from skuda.tools.commands import app
+from skuda.tools.commands import loaded
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -186,9 +185,7 @@ def test_a_block_that_is_not_run_parses(block):
         return
     for words, _ in commands(block):
         if words[0] == "skuda":
-            group, arguments = typer.main.get_command(app), words[1:]
-            command = group.commands[arguments[0]]
-            assert command.make_context(arguments[0], arguments[1:])
+            assert loaded(words[1]).make_context(words[1], words[2:])
 
 
 def test_data_is_well_formed():

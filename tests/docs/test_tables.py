@@ -10,11 +10,11 @@ import pytest
 from paths import ROOT
 
 from skuda.tools.bench.record import BenchRecord
-from skuda.tools.studies.parallel import ParallelRecord, RowsResult
+from skuda.tools.studies.model import ModelRecord
 
 PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
 RECORDS = sorted(BenchRecord.files(ROOT / "docs" / "evidence"))
-RECORD = next(iter(ParallelRecord.files(ROOT / "docs" / "evidence").values()))
+RECORD = ModelRecord.load(ROOT / "docs" / "evidence" / "h200x2-parallel.json")
 FIGURE = re.compile(r"\d ?(?:us|ms|TOPS|TFLOP/s|[GT]B/s)\b|\d x (?:faster|slower)|\dx\b")
 """A time, a speed, or a ratio of two."""
 
@@ -115,9 +115,9 @@ def test_a_block_of_a_command_that_fails_is_an_error(tables, command):
 
 
 def test_a_record_of_a_wrong_result_is_shown(tables, tmp_path):
-    record = RECORD.model_copy(update={"results": (RowsResult(rows=3, wrong="a bit"),)})
+    record = RECORD.model_copy(update={"phases": (RECORD.phases[0].model_copy(update={"wrong": "a bit"}),)})
     record.save(tmp_path / "wrong.json")
-    assert "3 rows: a bit" in tables.printed(f"skuda bench-parallel --show {tmp_path}/wrong.json --markdown times")
+    assert "mlp 1: a bit" in tables.printed(f"skuda bench-model --show {tmp_path}/wrong.json --markdown phases")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "examples"], ids=lambda page: page.name)

@@ -38,5 +38,5 @@ def get(cache, build=lambda: CUBIN, key=KEY, compiler="nvcc 13.0"):
 
 
 def entry_of(cache):
-    (path,) = cache.folder.glob("*/*.cubin")
+    (path,) = cache.folder.glob("*.cubin")
     return path

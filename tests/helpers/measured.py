@@ -8,7 +8,6 @@ from skuda.dispatch.select.tuning import Timing
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry.device import device_named
 from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings, RivalResult, least_work
-from skuda.tools.study.record import measurer_hash
 from skuda.tools.words.cases import select_cases
 
 REGISTRY = built_in_registry()
@@ -44,7 +43,7 @@ def record_of(*cases: CaseResult, **changes: Any) -> BenchRecord:
     """Return a record of cases on an H200 on paper."""
     fields: dict[str, Any] = {"date": "2026-02-03T04:05:06+00:00", "skuda": "0", "seed": 1, "repeats": 1}
     fields |= {"device": device_named("h200"), "command": "skuda bench", "ceilings": CEILINGS, "cases": cases}
-    return BenchRecord(**{**fields, "flush": "clean", "measurer_hash": measurer_hash(BenchRecord), **changes})
+    return BenchRecord(**{**fields, "flush": "clean", "method": BenchRecord.METHOD, **changes})
 
 
 def some_record(**changes: Any) -> BenchRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from skuda.dispatch.shard.problems import course
+from skuda.dispatch.shard.explanation import course
 from skuda.dispatch.shard.shards import own, span
 from skuda.kernels.linear import packed
 

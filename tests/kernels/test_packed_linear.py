@@ -10,8 +10,8 @@ from support import assert_same_bits, draw, fresh, run
 
 from skuda import ops
 from skuda.dispatch import Dispatcher, PlanPreference
+from skuda.dispatch.shard.explanation import check, held, problems, traffic
 from skuda.dispatch.shard.layer import Course
-from skuda.dispatch.shard.problems import check, held, problems, traffic
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.linear import expanded, packed

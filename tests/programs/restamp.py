@@ -27,7 +27,7 @@ from skuda.dispatch.compile.sources import read_source, source_hash
 from skuda.dispatch.select.environment import versions
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.bench.record import BenchRecord, CaseResult
-from skuda.tools.verify.evidence import EvidenceFile, SkuEvidence
+from skuda.tools.verify.evidence import DIGITS, EvidenceFile, SkuEvidence
 from skuda.tools.verify.fingerprint import reference_hash
 from skuda.tools.verify.stamps import meaning, stamp
 
@@ -36,7 +36,6 @@ SHARED = ("tools/verify/stamps.py", "dispatch/compile/cubin.py")
 """The code that makes stamps. Another tree gets it, so that both are made alike."""
 COMPILERS = {"pycuda": "nvcc", "cuda_core": "nvrtc"}
 """What compiles for a backend, by the name that it has in the versions of a record."""
-DIGITS = 16
 Fate = Literal["unchanged", "stamped", "stale", "compiled by another compiler", "wrong"]
 
 

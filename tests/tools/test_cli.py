@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from importlib import import_module, metadata
+from importlib import metadata
 
 import pytest
-import typer
 
-from skuda.tools import commands
-from skuda.tools.commands import EXAMPLES, OPTIONS, app
+from skuda.tools.commands import COMMANDS, REMOVED, loaded
 from skuda.tools.show import list as listing
 
 LINEAR = ["explain", "quantized_linear", "--m", "8", "--n", "4096", "--k", "4096"]
-GROUP = typer.main.get_command(app)
-EVERY = sorted({name.partition(" ")[0] for name in EXAMPLES})
+EXAMPLES = {name: f"skuda {command.example}" for name, command in COMMANDS.items()}
+EVERY = sorted({name.partition(" ")[0] for name in COMMANDS})
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["-V"], ["version"]])
@@ -37,10 +34,9 @@ def test_help_names_every_command_and_cuts_nothing_off(skuda, arguments):
     assert "..." not in out.replace("[ARGS]...", "")
 
 
-def test_every_command_has_an_example():
-    groups = {name: command for name, command in GROUP.commands.items() if hasattr(command, "commands")}
-    single = set(GROUP.commands) - set(groups)
-    assert set(EXAMPLES) == single | {f"{name} {verb}" for name, group in groups.items() for verb in group.commands}
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_summary_is_the_first_line_of_the_help(name):
+    assert loaded(name).help.partition("\n")[0] == COMMANDS[name].summary
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -66,45 +62,46 @@ def test_every_example_runs(skuda, name, tmp_path, monkeypatch):
 
 
 def test_what_needs_a_gpu_is_marked_and_parses():
-    assert {name for name in EXAMPLES if name not in RUN} <= {
-        *("bench", "bench-model", "bench-parallel", "tune", "certify"),
-    }
+    assert {name for name in EXAMPLES if name not in RUN} <= {"bench", "bench-model", "tune", "certify"}
     for name in set(EXAMPLES) - set(RUN):
         words = shlex.split(EXAMPLES[name], comments=True)[2:]
-        assert GROUP.commands[name].make_context(name, words)
-
-
-def test_what_runs_a_command_takes_every_option_that_the_command_declares():
-    checked = set()
-    for declared in (*app.registered_commands, *commands._cache.registered_commands):
-        closure = inspect.getclosurevars(declared.callback).nonlocals
-        module, _, function = closure["target"].partition(":")
-        command = import_module(f"skuda.tools.{module}")
-        run = getattr(command, function or "run")
-        # A `run` may pass the options on: that of a study to `measure`, others to `tune` or `compiled`.
-        study = getattr(run, "__self__", None)
-        measure = study.measure if study is not None else getattr(command, "tune", getattr(command, "compiled", run))
-        taken = inspect.signature(run).parameters.keys() | inspect.signature(measure).parameters.keys()
-        passed = {"context": ["tokens", "own_options"], "problem": ["tokens"], "show_help": ["show_fields"]}
-        options = inspect.signature(declared.callback).parameters
-        assert {name for option in options for name in passed.get(option, [option])} <= taken, declared.name
-        checked.add(closure["name"])
-    assert checked == set(EXAMPLES)
-
-
-def test_no_option_is_declared_for_nobody():
-    every = (*app.registered_commands, *commands._cache.registered_commands)
-    used = [p.annotation for each in every for p in inspect.signature(each.callback).parameters.values()]
-    assert not [name for name, declared in OPTIONS.items() if not any(declared is annotation for annotation in used)]
+        assert loaded(name).make_context(name, words)
 
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; from skuda.tools.cli import main; main(['--help']); main(['explain', '--help'])\n"
+        "import sys; from skuda.tools.cli import main; main(['--help'])\n"
         "print(sorted({'numpy', 'skuda.dispatch', 'skuda.kernels', 'rich.table'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("absent", ["typer", "rich"])
+@pytest.mark.parametrize("command", ["list", "doctor"])
+def test_without_the_extra_cli_one_line_says_what_to_install(absent, command):
+    code = (
+        f"import sys; sys.modules[{absent!r}] = None\nfrom skuda.tools.cli import main; sys.exit(main([{command!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"skuda: the command needs {absent} (")
+    assert done.stderr.endswith("; run: pip install 'skuda[cli]'\n")
+
+
+def test_programs_and_the_conformance_suite_need_neither_typer_nor_rich():
+    code = """
+import sys
+sys.modules.update(typer=None, rich=None)
+import numpy as np
+import skuda.tools.smoothquant, skuda.tools.checkpoint, skuda.tools.verify.checks
+from skuda.dispatch import Dispatcher
+from skuda.kernels.elementwise import FillDescriptor
+from skuda.tools.testing import Conformance
+print(Dispatcher().run(FillDescriptor(numel=2, output_element="f32"), value=1.5, output=np.zeros(2, np.float32)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[1.5 1.5]\n", "")
 
 
 # --------------------------------------------------------------------------------------------------------- completion
@@ -152,7 +149,10 @@ def test_the_shell_gets_a_function_that_asks_for_completions(tmp_path):
 
 BAD = {
     "unknown command": (["lst"], "Did you mean 'list'?"),
-    "removed command": (["train-check", "--steps", "2"], "instead use `python docs/examples/policy.py`"),
+    **{
+        f"retired {name}": ([name, "--steps", "2"], f"`skuda {name}` is gone; instead use `{instead}`")
+        for name, instead in REMOVED.items()
+    },
     "unknown option": (["list", "--elment", "f32"], "--element"),
     "unknown verb": (["cache", "lss"], "Did you mean 'ls'?"),
     "missing argument": (["show"], "ID"),
@@ -246,10 +246,10 @@ def test_a_reader_that_leaves_causes_no_traceback():
 
 
 def test_a_defect_is_not_dressed_up_as_bad_input(skuda, monkeypatch):
-    def fails(**_):
+    def fails():
         raise ZeroDivisionError
 
-    monkeypatch.setattr(listing, "run", fails)
+    monkeypatch.setattr(listing, "Dispatcher", fails)
     status, out, err = skuda("list")
     assert (status, out) == (70, "")
     assert err.startswith("skuda: a defect of skuda: ZeroDivisionError: ")

@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,7 @@ from paths import ROOT
 from pydantic_core import PydanticSerializationError
 from support import SEED, fresh, sampled
 
-from skuda.tools import cli
-from skuda.tools.commands import _cache, app
+from skuda.tools import cli, commands
 from skuda.tools.files import read_json, read_text
 from skuda.tools.output import one_line, shortened
 
@@ -34,7 +32,6 @@ COMMANDS = {
     "verify": ("verify", "--device", "cpu", "--op", "fill", "--quick", "--json"),
     "bench": ("bench", "--show", str(RECORD)),
     "bench-model": ("bench-model", "--help"),
-    "bench-parallel": ("bench-parallel", "--help"),
     "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
     "certify": ("certify", "nowhere", "--device", "host"),
     "compile": ("compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
@@ -65,9 +62,7 @@ PRINTING = COMMANDS.keys() - SILENT
 
 
 def test_every_command_is_here():
-    cached = {f"cache {declared.name}" for declared in _cache.registered_commands}
-    declared = {declared.name for declared in app.registered_commands} | cached
-    assert declared <= COMMANDS.keys()
+    assert commands.COMMANDS.keys() <= COMMANDS.keys()
 
 
 @pytest.fixture
@@ -102,7 +97,6 @@ def assert_reported(status, err):
 STREAMS = {
     "closed standard output": ">&-",
     "closed standard error": "2>&-",
-    "no streams": "<&- >&- 2>&-",
     "a full disk behind standard output": ">/dev/full",
     "a full disk behind standard error": "2>/dev/full",
     "a full disk behind both": ">/dev/full 2>/dev/full",
@@ -182,21 +176,6 @@ def test_an_interrupt_is_one_from_the_start(folder, number):
     assert "Traceback" not in done.stderr
 
 
-def test_an_interrupt_in_a_destructor_is_one_too(skuda, monkeypatch):
-    class Interrupted:
-        def __del__(self):
-            raise KeyboardInterrupt
-
-    def run(**_):
-        Interrupted()
-        time.sleep(30)
-
-    monkeypatch.setattr("skuda.tools.show.doctor.run", run)
-    start = time.monotonic()
-    assert skuda("doctor") == (130, "", "")
-    assert time.monotonic() - start < 30, "the command slept to its end"
-
-
 @pytest.mark.parametrize(
     "hidden",
     [
@@ -222,9 +201,9 @@ def test_an_interrupt_that_c_code_hides_is_one_too(skuda, monkeypatch, hidden, w
 
 def test_what_handles_interrupts_is_left_as_it_was(skuda, monkeypatch):
     monkeypatch.setattr("skuda.tools.show.doctor.run", lambda **_: signal.getsignal(signal.SIGINT) and 0)
-    hooks = sys.excepthook, sys.unraisablehook, signal.getsignal(signal.SIGINT)
+    hooks = sys.excepthook, signal.getsignal(signal.SIGINT)
     assert skuda("doctor") == (0, "", "")
-    assert (sys.excepthook, sys.unraisablehook, signal.getsignal(signal.SIGINT)) == hooks
+    assert (sys.excepthook, signal.getsignal(signal.SIGINT)) == hooks
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         monkeypatch.setattr("skuda.tools.show.doctor.run", lambda **_: signal.raise_signal(signal.SIGINT) or 0)
@@ -362,7 +341,6 @@ READERS = (
     "compile --descriptors @ --arch sm_90",
     "bench --show @",
     "bench-model --show @",
-    "bench-parallel --show @",
     "bench fill --shapes @",
     "tune --show @",
     "diff @ @",
@@ -395,7 +373,7 @@ def test_a_folder_of_records_without_sense(folder, skuda, monkeypatch):
     monkeypatch.setattr("skuda.tools.verify.evidence.evidence_directory", lambda: folder)
     status, _, err = skuda("list")
     assert_reported(status, err)
-    assert "nested too deep" in err
+    assert "recursion limit exceeded" in err
 
 
 HUGE = (64 << 20) + 1
@@ -426,9 +404,8 @@ def test_files_are_read_up_to_a_limit(folder):
     assert len(read_text(folder / "file")) == HUGE - 1
     with pytest.raises(OSError, match="no regular file"):
         read_text(Path("/dev/zero"))
-    for depth in (101, 900, 200_000):
-        with pytest.raises(ValueError, match="nested too deep"):
-            read_json("[" * depth + "]" * depth)
+    with pytest.raises(ValueError, match="recursion limit"):
+        read_json("[" * 200_000 + "]" * 200_000)
     assert read_json("[" * 100 + "]" * 100)
 
 

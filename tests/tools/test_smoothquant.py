@@ -428,47 +428,10 @@ def test_without_safetensors_the_error_names_the_command(monkeypatch, tmp_path):
             refused()
 
 
-# --- plausible mistakes ----------------------------------------------------------------------------------------------
+# --- what else is taken; tests/test_public_api.py has what is refused -------------------------------------------------
 
-MASKED = np.ma.array(np.ones((2, 3), np.float32)), np.ma.array(np.ones((2, 3), np.float32), mask=True)
-NO_ARRAY = (None, [1.0, 2.0], [[1.0, 2.0]], "weights", 3, 2.5, True, {"a": 1}, object(), np.float32, *MASKED)
-NO_NUMBER = (None, "0.5", True, np.True_, float("nan"), float("inf"), 10**400, [0.5], 0.5j, np.ones(1), object())
-NO_DISPATCHER = (None, 3, "numpy", Dispatcher, {})
 WEIGHT, MAXIMA, BIAS = np.ones((2, 3), np.float32), np.ones(3, np.float32), np.zeros(2, np.float32)
 LAYER = {"weight_q": np.ones((2, 3), np.int8), "weight_scale": BIAS + 1, "smooth": MAXIMA, "act_scale": 0.5}
-
-
-def refused(field, subject, call, *given, **named):
-    with pytest.raises(InvalidProblem) as caught:
-        call(*given, **named)
-    assert (caught.value.field, caught.value.subject) == (field, subject)
-    assert len(str(caught.value).splitlines()) == 1
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize("wrong", NO_ARRAY, ids=range(len(NO_ARRAY)))
-def test_what_is_no_array_is_refused_by_name(dispatcher, rng, wrong):
-    layer = smooth_layer(dispatcher, rng)
-    refused("activation", "calibration of layer 'a'", ActivationRanges().observe, "a", wrong)
-    refused("activation_max", "smoothing_factors", smoothing_factors, wrong, MAXIMA, 0.5)
-    refused("weight_max", "smoothing_factors", smoothing_factors, MAXIMA, wrong, 0.5)
-    refused("weight", "quantize_weight", quantize_weight, dispatcher, wrong)
-    refused("weight", "quantize_weight", DynamicLayer.quantize, dispatcher, wrong)
-    refused("activation_max", "SmoothQuantLayer", SmoothQuantLayer.quantize, dispatcher, wrong, WEIGHT, alpha=0.5)
-    refused("weight", "SmoothQuantLayer", SmoothQuantLayer.quantize, dispatcher, MAXIMA, wrong, alpha=0.5)
-    refused("x", "SmoothQuantLayer", layer.run, dispatcher, wrong)
-    for field in ("weight_q", "weight_scale", "smooth", "bias"):
-        if field != "bias" or wrong is not None:
-            refused(field, "SmoothQuantLayer", SmoothQuantLayer, **{**LAYER, field: wrong})
-
-
-@pytest.mark.parametrize("wrong", NO_NUMBER, ids=range(len(NO_NUMBER)))
-def test_what_is_no_number_is_refused_by_name(dispatcher, wrong):
-    refused("alpha", "smoothing_factors", smoothing_factors, MAXIMA, MAXIMA, wrong)
-    refused("act_scale", "SmoothQuantLayer", SmoothQuantLayer, **{**LAYER, "act_scale": wrong})
-    if wrong is not None:
-        refused("alpha", "smoothing_factors", SmoothQuantLayer.quantize, dispatcher, MAXIMA, WEIGHT, alpha=wrong)
-        refused("alpha", "SmoothQuantLayer", SmoothQuantLayer, **LAYER, alpha=wrong)
 
 
 @pytest.mark.parametrize("number", [np.float32(0.3), np.float64(0.25), np.float16(0.5), 1, 0, np.int64(1)])
@@ -480,20 +443,6 @@ def test_a_number_may_be_one_of_numpy_and_gives_the_same_factors(dispatcher, num
     assert type(SmoothQuantLayer(**{**LAYER, "act_scale": np.float32(0.1)}).act_scale) is float
 
 
-@pytest.mark.parametrize("wrong", NO_DISPATCHER, ids=range(len(NO_DISPATCHER)))
-def test_what_is_no_dispatcher_is_refused_by_name(dispatcher, rng, wrong):
-    for call in (quantize_weight, DynamicLayer.quantize):
-        refused("dispatcher", "quantization", call, wrong, WEIGHT)
-    refused("dispatcher", "quantization", SmoothQuantLayer.quantize, wrong, MAXIMA, WEIGHT, alpha=0.5)
-    refused("dispatcher", "SmoothQuantLayer", smooth_layer(dispatcher, rng).run, wrong, normal(rng, 2, 12))
-
-
-@pytest.mark.parametrize("wrong", [None, 3, ["a"], b"a", {}, ("a",)], ids=repr)
-def test_a_layer_has_a_name_of_characters(wrong):
-    refused("layer", "calibration", ActivationRanges().observe, wrong, WEIGHT)
-    refused("layer", "calibration", ActivationRanges().channel_max, wrong)
-
-
 def test_tensors_of_torch_give_the_bits_of_arrays(dispatcher, rng):
     torch = pytest.importorskip("torch")
     x, weight = normal(rng, 4, 3), normal(rng, 2, 3)
@@ -503,16 +452,3 @@ def test_tensors_of_torch_give_the_bits_of_arrays(dispatcher, rng):
         dispatcher, torch.tensor(maxima), torch.tensor(weight), torch.tensor(BIAS), alpha=0.5
     )
     assert bits(of_tensors.run(dispatcher, torch.tensor(x))) == bits(of_arrays.run(dispatcher, x))
-
-
-@pytest.mark.parametrize("wrong", [None, 3, b"x", ["x"], "x\0y", {}], ids=repr)
-def test_a_checkpoint_has_a_path(wrong):
-    refused("path", "save_layers", save_layers, wrong, {})
-    refused("path", "load_layers", load_layers, wrong)
-
-
-@pytest.mark.parametrize("wrong", [None, 3, [], "layers", {3: None}, {"a": None}, {"a": {}}], ids=repr)
-def test_a_checkpoint_holds_layers_by_name(tmp_path, wrong):
-    refused("layers", "save_layers", save_layers, tmp_path / "x", wrong)
-    refused("layers", "save_layers", save_layers, tmp_path / "x", {"b": SmoothQuantLayer(**LAYER), 3: None})
-    assert list(tmp_path.iterdir()) == []

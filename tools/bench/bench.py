@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.cuda import CudaBackend
@@ -32,6 +32,21 @@ from skuda.tools.bench.timing import (
     time_interleaved,
 )
 from skuda.tools.bench.vllm import Vllm
+from skuda.tools.options import (
+    Element,
+    File,
+    Json,
+    Markdown,
+    Output,
+    Random,
+    Repeats,
+    Seed,
+    Show,
+    Word,
+    Words,
+    argument,
+    option,
+)
 from skuda.tools.output import Report, chosen, refuse, split
 from skuda.tools.study.run import Findings, NoDevice, Study
 from skuda.tools.verify.fingerprint import source_hash
@@ -244,4 +259,40 @@ def _size(size: tuple[int, int, int]) -> str:
 
 
 STUDY = Study(BenchRecord, measure, report.sections, report.apart)
-run = STUDY.run
+
+
+def run(
+    ops: Annotated[
+        Words, argument("[OPS]...", "Ops, or quantize, linear, cache, logits, all; all if left out.")
+    ] = None,
+    *,
+    shapes: Annotated[
+        Words,
+        option(
+            "SHAPE",
+            "ROWSxCOLUMNS, MxNxK for a product, SEQUENCESxNEWxKEYSxHEAD_SIZE on a cache, a file of these, "
+            "or llama-3-8b, llama-3-70b, minilm.",
+        ),
+    ] = None,
+    m: Annotated[Words, option("ROWS", "Numbers of rows for a model's shapes.", "--m")] = None,
+    random: Random = None,
+    element: Element = None,
+    rivals: Annotated[Words, option("NAME", "Only these rivals; cutlass, vllm and bf16 at random shapes.")] = None,
+    backend: Annotated[Word, option("NAME", "Insist on this backend.", "--backend", "--prefer-backend")] = None,
+    seed: Seed = None,
+    repeats: Repeats = None,
+    cutlass: Annotated[File, option("FOLDER", "Compare products with CUTLASS, built into this folder.")] = None,
+    vllm: Annotated[File, option("LIBRARY", "Compare with the kernels of this library, or package, of vLLM.")] = None,
+    output: Output = None,
+    show: Show = None,
+    markdown: Markdown = None,
+    as_json: Json = False,
+) -> int:
+    """Measure the kernels that are chosen, against rivals.
+
+    Needs a CUDA device and torch. Results are compared before they are timed; a wrong one is refused, and the exit
+    status is 1. Rivals are timed alternately with the kernel, after a flush of the cache; absent ones are named.
+    CUTLASS takes part where --cutlass names a folder of its built objects; else the record says what builds them. The
+    int8 kernels of vLLM take part where --vllm names its library.
+    """
+    return STUDY.run(**locals())

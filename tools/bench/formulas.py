@@ -25,7 +25,7 @@ from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
 from skuda.kernels.quantize.gated import GatedProblem
 from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
 from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup
-from skuda.kernels.quantize.norm import LANES, OCTET, NormProblem
+from skuda.kernels.quantize.norm import NormProblem
 from skuda.kernels.quantize.quantize import Quantize
 from skuda.kernels.quantize.quantize_backward import QuantizeBackward
 from skuda.registry.descriptor import Descriptor
@@ -34,6 +34,8 @@ from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, Epilo
 
 Inputs = Mapping[str, Any]
 Shape = tuple[int, ...]
+ROWS = (NormProblem, GatedProblem, GatedAmaxProblem)
+"""Problems of independent rows whose bits torch does not have."""
 Formula = Callable[[], tuple[Any, ...]]
 """Computes the outputs of a problem in their order, from inputs that it holds."""
 
@@ -62,28 +64,26 @@ def views(problem: AffineProblem) -> tuple[Shape, Shape]:
             return problem.data_shape, (problem.data_shape[0], 1)
 
 
-def formula(problem: Descriptor, inputs: Inputs, *, exact: bool = False) -> Formula | None:
-    """Return a function that computes an affine op or a rescale; an `exact` one has the bits of the op.
+def formula(problem: Descriptor, inputs: Inputs) -> Formula | None:
+    """Return a function that computes an affine op or a rescale.
 
-    Norms sum in torch's own order, and gates are curved by torch, unless the formula is exact. Return None where there
-    is no formula: products, ranges that are not symmetric and per token, packed codes, a rescale with zero points, an
-    epilogue or codes, and exact gates of more than 16 bits. A symmetric range has no zero points, which are 0.
+    It has the bits of the op, but for norms, which torch sums in its own order, and gates, which torch curves. Return
+    None where there is no formula: products, ranges that are not symmetric and per token, packed codes, and a rescale
+    with zero points, an epilogue or codes. A symmetric range has no zero points, which are 0.
     """
     if isinstance(problem, RescaleDescriptor):
         return _rescale(problem, inputs)
     elements = {element for argument in problem.arguments() for element in argument.elements}
     if not isinstance(problem, AffineProblem) or any(element.is_packed for element in elements):
         return None
-    if exact and isinstance(problem, GatedProblem | GatedAmaxProblem) and problem.data_element.bits > 16:
-        return None
-    return _Affine(problem, inputs, exact=exact).formula(problem)
+    return _Affine(problem, inputs).formula(problem)
 
 
 class _Affine:
     """The tensors of an affine problem, and its formulas over them."""
 
-    def __init__(self, problem: AffineProblem, inputs: Inputs, *, exact: bool) -> None:
-        self.torch, self.inputs, self.exact = torch_module(), inputs, exact
+    def __init__(self, problem: AffineProblem, inputs: Inputs) -> None:
+        self.torch, self.inputs = torch_module(), inputs
         element: ElementKind = problem.data_element
         self.stored, self.compute = torch_dtype(element), torch_dtype(element.compute)
         self.data, self.segment = views(problem)
@@ -168,70 +168,27 @@ class _Affine:
         functional, form = self.torch.nn.functional, {"gelu": "none", "gelu_tanh": "tanh"}.get(problem.curve)
         inputs = self.inputs
         gate, up = inputs["gate_up"].chunk(2, -1) if problem.fused else (inputs["gate"], inputs["up"])
-        wide = gate.double() if self.exact else gate
-        active = functional.silu(wide) if form is None else functional.gelu(wide, approximate=form)
-        return (self._to_odd(active).to(self.stored) if self.exact else active) * up
-
-    def _to_odd(self, x: Any) -> Any:
-        """Round f64 to f32 so that a further rounding to 16 bits is the only one; torch itself would round twice."""
-        torch, near = self.torch, x.float()
-        back, bits = near.double(), near.view(torch.int32)
-        inward = torch.where(back.abs() > x.abs(), bits - 1, bits)
-        return torch.where((back == x) | x.isnan(), bits, inward | 1).view(torch.float32)
+        return (functional.silu(gate) if form is None else functional.gelu(gate, approximate=form)) * up
 
     def normalized(self, problem: NormProblem, x: Any) -> tuple[Any, ...]:
         """Return the outputs of a norm."""
         residual = self.inputs.get("residual")
         vectors = [self.inputs.get(name) if name in problem.vectors() else None for name in ("weight", "bias")]
-        if self.exact:
-            h = x if residual is None else (x.to(self.compute) + residual.to(self.compute)).to(self.stored)
-            y = self._exactly(problem, h.to(self.compute), *vectors)
-        else:
-            functional, h = self.torch.nn.functional, x if residual is None else x + residual
-            own = functional.layer_norm if problem.centred else functional.rms_norm
-            y = own(h, (problem.d,), *vectors[: 1 + problem.centred], problem.eps)
+        functional, h = self.torch.nn.functional, x if residual is None else x + residual
+        own = functional.layer_norm if problem.centred else functional.rms_norm
+        y = own(h, (problem.d,), *vectors[: 1 + problem.centred], problem.eps)
         coded = self.ranged(y) if problem.is_dynamic else (self.clamped(self.codes(y)),)
         return (*coded, *((h,) if problem.has_residual else ()), *((y,) if problem.has_normalized else ()))
-
-    def _exactly(self, problem: NormProblem, c: Any, weight: Any, bias: Any) -> Any:
-        """Return normalized rows, each sum in the order of the op."""
-        torch, count = self.torch, self.torch.full((1,), problem.d, dtype=self.compute, device=self.place)
-        if problem.centred:
-            c = c - self._fold(c) / count
-        # On a CPU torch does not round the root of f32 correctly; f64 has more than twice the bits.
-        root = torch.sqrt((self._fold(c * c) / count + problem.eps).to(torch.float64)).to(self.compute)
-        y = c * (1 / root)
-        y = y if weight is None else y * weight.to(self.compute)
-        return (y if bias is None else y + bias.to(self.compute)).to(self.stored)
-
-    def _fold(self, values: Any) -> Any:
-        """Return the sums of rows, with one column."""
-        rows, d = values.shape
-        turns = -(-d // (OCTET * LANES))
-        padded = self.torch.nn.functional.pad(values, (0, turns * OCTET * LANES - d))
-        chunks = _halved(padded.reshape(rows, turns, LANES, OCTET))
-        lanes = self.torch.zeros_like(chunks[:, 0])
-        for turn in range(turns):
-            lanes = lanes + chunks[:, turn]
-        return _halved(lanes)[:, None]
-
-
-def _halved(values: Any) -> Any:
-    """Add the upper half of the last axis to the lower half until one value is left."""
-    while values.shape[-1] > 1:
-        half = values.shape[-1] // 2
-        values = values[..., :half] + values[..., half:]
-    return values[..., 0]
 
 
 def answer(problem: Descriptor, inputs: Inputs) -> tuple[Any, ...] | None:
     """Compute the expected outputs with torch, bit for bit.
 
-    Return None where there is no formula, so that only the op's reference can compute them.
+    Return None where only the op's reference computes them: without a formula, and for norms and gates.
     """
     if isinstance(problem, LinearProblem):
         return _product(problem, inputs)
-    found = formula(problem, inputs, exact=True)
+    found = None if isinstance(problem, ROWS) else formula(problem, inputs)
     if found is None:
         return None
     outputs = found()
@@ -250,7 +207,7 @@ def token_codes(problem: Any, activation: Any) -> tuple[Any, Any]:
         input_element=problem.activation_element,
         output_element=problem.code_element,
     )
-    return _Affine(own, {"input": activation}, exact=True).ranged(activation)
+    return _Affine(own, {"input": activation}).ranged(activation)
 
 
 def scaled_mm(a: Any, b: Any, a_scale: Any, b_scale: Any) -> Any:

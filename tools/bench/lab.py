@@ -28,17 +28,17 @@ from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.registry.op import Case, Op
 from skuda.registry.registry import Registry
 from skuda.tools.bench.clock import CudaClock, HostClock, Reading, Replay, Sensor, median
+from skuda.tools.bench.formulas import ROWS, scaled_mm, torch_dtype
 from skuda.tools.bench.formulas import answer as torch_answer
-from skuda.tools.bench.formulas import scaled_mm, torch_dtype
 from skuda.tools.output import words
-from skuda.tools.verify.batches import alone
+from skuda.tools.verify.batches import alone, rows_of
 from skuda.tools.verify.compare import differing, element_text, first_of
 from skuda.tools.verify.trial import answer as reference_answer
 
 _COMPARED = 1 << 20
 """Differing elements that are looked at more closely at a time, where some distance is allowed."""
 _ROWS = 16
-"""Rows of attention whose outputs are compared: they depend on nothing but their keys, and the reference is slow."""
+"""Rows of attention, norms and gates that are compared: no other row counts for them, and the reference is slow."""
 _SAMPLED = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
 """How the rows of logits are sampled."""
 Arrays = Mapping[str, Any]
@@ -254,9 +254,12 @@ class TorchLab(HostLab):
         torch, wanted = self._torch, torch_answer(problem, inputs)
         if wanted is not None:
             return dict(zip((a.name for a in _made(problem)), wanted, strict=True))
-        if isinstance(problem, AttentionDescriptor) and (rows := self.sample(problem)) is not None:
-            tables = {a.name: tensor_view(inputs[a.name].cpu()) for a in TABLES}
-            part = alone(problem, tables, np.array(rows))
+        if (rows := self.sample(problem)) is not None:
+            if isinstance(problem, AttentionDescriptor):
+                tables = {a.name: tensor_view(inputs[a.name].cpu()) for a in TABLES}
+                part = alone(problem, tables, np.array(rows))
+            else:
+                part = rows_of(problem, np.array(rows))
             taken = {n: torch.from_numpy(at).to(self.place) for n, at in part.picked.items()}
             inputs = {n: value[taken[n]] if n in taken else value for n, value in inputs.items()} | part.tables
             problem = part.problem
@@ -264,10 +267,11 @@ class TorchLab(HostLab):
         return {n: torch.as_tensor(one, device=self.place) for n, one in super().answer(op, problem, host).items()}
 
     def sample(self, problem: Descriptor) -> list[int] | None:
-        """Return some rows of attention, from the first to the last."""
-        if not isinstance(problem, AttentionDescriptor):
+        """Return some rows, from the first to the last, where the reference computes what is compared."""
+        if not isinstance(problem, (AttentionDescriptor, *ROWS)):
             return None
-        return [*map(int, np.unique(np.linspace(0, problem.tokens - 1, min(_ROWS, problem.tokens)).astype(int)))]
+        count = getattr(problem, "tokens" if isinstance(problem, AttentionDescriptor) else "n")
+        return [*map(int, np.unique(np.linspace(0, count - 1, min(_ROWS, count)).astype(int)))]
 
     def differences(self, got: Any, want: Any, ulps: int | None) -> str:
         """Compare tensors on their device; only differing elements are copied to the host."""

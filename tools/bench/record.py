@@ -17,7 +17,7 @@ from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.study.record import Record
-from skuda.tools.verify.evidence import Digest
+from skuda.tools.verify.evidence import DIGITS, Digest
 from skuda.tools.verify.fingerprint import source_hash
 
 OURS = "skuda"
@@ -125,7 +125,7 @@ class CaseResult(Value):
         """Whether the measured kernel is gone or has changed since."""
         sku = registry.sku(self.sku)
         try:
-            return bool(self.sku) and (sku is None or source_hash(sku)[: len(self.source_hash)] != self.source_hash)
+            return bool(self.sku) and (sku is None or source_hash(sku)[:DIGITS] != self.source_hash)
         except LookupError:
             return True
 

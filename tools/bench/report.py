@@ -30,14 +30,13 @@ _NO_JOB = "copy"
 def sections(record: BenchRecord) -> Sections:
     """Return the sections.
 
-    ``cases`` (a table for every op), ``means`` (geometric means of products by rows), ``bandwidth`` (the other ops at
-    their largest shapes), ``facts``, ``layer`` and ``product`` (see `_COMPARED`), and every op.
+    ``cases`` (a table for every op), ``means`` (geometric means of products by rows), ``facts``, ``layer`` and
+    ``product`` (see `_COMPARED`), and every op.
     """
     ops = {title: _cases(title, list(cases), record) for title, cases in groupby(record.cases, key=_title)}
     return {
         "cases": tuple(part for parts in ops.values() for part in parts),
         "means": _means(record),
-        "bandwidth": _bandwidth(record),
         "facts": (_facts(record),),
         **{name: _by_rows(*compared(record, name)) for name in _COMPARED},
         **{title: parts[:1] for title, parts in ops.items()},
@@ -132,26 +131,6 @@ def _means(record: BenchRecord) -> Parts:
 
 def _mean(ratios: Sequence[float]) -> str:
     return f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} of {len(ratios)})" if ratios else "-"
-
-
-def _bandwidth(record: BenchRecord) -> Parts:
-    """Return a row for each op: bandwidth and its share of a copy at the largest shape, and means of the ratios."""
-    cases = _largest(record.cases)
-    elements, names, rows = sorted({case.element for case in cases}), names_of(cases), []
-    for op, group in groupby(sorted(cases, key=_title), key=_title):
-        mine = list(group)
-        speeds = {case.element: f"{_rate(case)}, {_share(case, record)}" for case in mine}
-        ratios = ([case.ratios[name] for case in mine if name in case.ratios] for name in names)
-        means = (ratio(statistics.geometric_mean(found) if found else None) for found in ratios)
-        rows.append((op, *(speeds.get(element, "") for element in elements), *means))
-    headings = ("op", *elements, *(f"x {name}" for name in names))
-    return (Table(headings, rows, "Bandwidth at the largest shape", extra=len(names)),) if rows else ()
-
-
-def _largest(cases: Iterable[CaseResult]) -> list[CaseResult]:
-    """Return the case of every op and element that moves the most bytes, without products."""
-    timed = sorted((case for case in cases if case.timing and not case.operations), key=lambda case: case.bytes)
-    return list({(_title(case), case.element): case for case in timed}.values())
 
 
 def _facts(record: BenchRecord) -> Facts:

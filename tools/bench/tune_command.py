@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.text import Text
 
 from skuda.dispatch import Dispatcher, Tuning
@@ -19,6 +20,22 @@ from skuda.registry.text import printable
 from skuda.tools.bench.lab import HostLab, TorchLab
 from skuda.tools.bench.tune import Tuner, environment
 from skuda.tools.files import check
+from skuda.tools.options import (
+    Backend,
+    Element,
+    File,
+    Json,
+    Number,
+    Random,
+    Repeats,
+    Seed,
+    Show,
+    Words,
+    flag,
+    number,
+    option,
+    own_options,
+)
 from skuda.tools.output import chosen, progress, refuse, split, tell, words
 from skuda.tools.study.run import fresh_seed, refuse_beside_show, shown, silent
 from skuda.tools.study.view import Parts, Table
@@ -31,28 +48,42 @@ _SHOWN = 8
 
 
 def run(
+    context: typer.Context,
     *,
-    output: Path | None = None,
-    update: bool = False,
-    show: Path | None = None,
-    as_json: bool = False,
-    tokens: Sequence[str] = (),
-    own_options: Sequence[str] = (),
-    **options: Any,
+    shapes: Annotated[Words, option("SHAPE", "These shapes: ROWSxCOLUMNS, or MxNxK for a product.")] = None,
+    random: Random = None,
+    element: Element = None,
+    backend: Backend = None,
+    variant: Annotated[Words, option("NAME", "Only kernels of these variants.")] = None,
+    output: Annotated[File, option("FILE", "Write the times here.")] = None,
+    update: Annotated[bool, flag("--update", help="Add new problems to a file that exists.")] = False,
+    margin: Annotated[
+        float | None, option("PERCENT", "A kernel must be so much faster than the first one; else 3.")
+    ] = None,
+    repeats: Repeats = None,
+    layers: Annotated[
+        Number, number("Launch a kernel so often in a graph, as layers of a model; 1 if left out.", most=99)
+    ] = None,
+    seed: Seed = None,
+    show: Show = None,
+    as_json: Json = False,
 ) -> int:
-    """Measure some problems, or show the file of times `show`; the options are those of `tune`.
+    """Time every kernel of a problem, in each configuration.
 
-    The times go to `output`, with `update` into an existing file. `tokens` are ops and fields as they were typed, and
-    `own_options` the names of the command's own options. Return the exit status: 0; 1 if a kernel was refused, for
-    example for a wrong result, or if no kernel serves a problem.
+    The problems are shapes of ops, as in `skuda bench`, or one with its fields:
+    `skuda tune quantized_linear --m 8 --n 4096 --k 4096`. Results are compared before they are timed; a wrong one is
+    refused, and the exit status is 1. Without --output, the times are only printed. A file changes a choice only where
+    it is named: by SKUDA_TUNING, or as Dispatcher(tuning=FILE); `skuda explain` says how.
     """
+    given = {name: value for name, value in locals().items() if name not in ("context", "show", "as_json")}
+    options = {"ops": tuple(context.args)} | {name: value for name, value in given.items() if value is not None}
     if show is not None:
-        refuse_beside_show("tune", tune, {"ops": tuple(tokens), **options, "output": output, "update": update})
+        refuse_beside_show("tune", tune, options)
         return _show(Tuning.load(show), as_json=as_json)
     if update and output is None:
         raise InvalidProblem("tune", "--update", "no file", "stand beside --output FILE, the file to add problems to")
     try:
-        found = tune(tokens, output, update=update, own_options=own_options, **options)
+        found = tune(**options, own_options=own_options(context))
     except Unsupported as error:
         tell(str(error), "red")
         return 1
@@ -118,9 +149,9 @@ def _problems(
         sizes = read_shapes(drawn["--shapes"], ranks, command="tune")
         sizes += random_shapes(registry, names, drawn["--random"], seed, command="tune")
         return [case.problem for case in select_cases(registry, names, sizes, drawn["--element"], command="tune")]
-    for option, value in drawn.items():
+    for name, value in drawn.items():
         if value:
-            raise InvalidProblem("tune", option, f"{rest[0]} beside it", "be left out where an op's fields are given")
+            raise InvalidProblem("tune", name, f"{rest[0]} beside it", "be left out where an op's fields are given")
     if len(names) > 1:
         raise InvalidProblem("tune", "OPS", f"{rest[0]} behind {len(names)} of them", "be one where its fields follow")
     if names[0] not in registry.ops:

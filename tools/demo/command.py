@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from itertools import count
 from time import perf_counter
+from typing import Annotated
 
 from pydantic import computed_field
 from rich.console import Console
@@ -23,6 +24,7 @@ from skuda.registry.value import Value
 from skuda.tools.demo.encoder import F32, Encoder, Model, load_model
 from skuda.tools.demo.placed import device_of, placed
 from skuda.tools.demo.ways import ALPHA, Quantized, Tokens, batches, cosine, dynamic_ways, embed, observe, static_way
+from skuda.tools.options import Json, option
 from skuda.tools.output import plain_table, progress, stdout, tell
 
 REQUIRED_COSINE = 0.99
@@ -78,13 +80,18 @@ class DemoResult(Value):
                 yield Text(text, style="green" if passed else "bold red")
 
 
-def demo(*, as_json: bool = False, console: Console | None = None, device: str = "auto") -> int:
-    """Run the demo, and print its report or its JSON.
+def run(
+    *,
+    device: Annotated[
+        str, option("WHERE", "Where the products run: host or gpu; else a GPU where one is usable.")
+    ] = "auto",
+    as_json: Json = False,
+) -> int:
+    """Run a real sentence encoder in int8, and in f32.
 
-    `device` is where the products run: ``host``, ``gpu``, or ``auto`` for a GPU if one is usable. Return the exit
-    status: 0; 1 if the accuracy is below the requirement.
+    The arithmetic is the same to the bit on the host and on a GPU; the report says where it ran.
     """
-    console = stdout() if console is None else console
+    console = stdout()
     dispatcher, note = placed(Dispatcher(), device)
     if note:
         tell(f"demo: {note}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from skuda.dispatch import Dispatcher
@@ -16,29 +17,43 @@ from skuda.dispatch.compile.member import Member
 from skuda.dispatch.compile.sources import read_source
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry
+from skuda.tools.options import Archs, Backends, Descriptors, Devices, Json, Ops, flag, own_options
 from skuda.tools.output import count, present, table_of, tell, words
 from skuda.tools.ship.cache import compiler_words, size_words
 from skuda.tools.ship.compile import compiled, print_outcomes
 from skuda.tools.ship.cubins import Outcome
 
 
-def run(tokens: Sequence[str], *, show: bool = False, as_json: bool = False, **options: Any) -> int:
-    """Run ``skuda bundle``: write a file, or check one with `show`; the first of the tokens is the file.
+def run(
+    context: typer.Context,
+    *,
+    ops: Ops = None,
+    descriptors: Descriptors = None,
+    archs: Archs = None,
+    devices: Devices = None,
+    backends: Backends = None,
+    show: Annotated[bool, flag("--show", help="Check FILE and say what it holds; compile nothing.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Write compiled kernels into one file, to be shipped.
 
-    The other options are those of `compiled`. Return the exit status: 0; 1 if a kernel does not compile, nothing fits,
-    or a checksum is wrong. Raise `BundleError` for a file that is not a bundle, is damaged, or cannot be written.
+    Takes the options of `skuda compile`, compiles what is not in the cache yet, and writes exactly that into FILE,
+    which comes first. A machine whose SKUDA_BUNDLE names a copy of FILE runs from it, with a driver, but without nvcc
+    and NVRTC. FILE is code; docs/shipping.md says how a machine accepts no other. Exits with 1, and writes nothing,
+    where a kernel does not compile. With --show, exits with 1 where loading would refuse a kernel.
     """
-    file, *fields = tokens or [""]
-    own_options = options.pop("own_options", ())
+    file, *fields = context.args or [""]
+    options = {"ops": ops, "descriptors": descriptors, "archs": archs, "devices": devices, "backends": backends}
     if not file or file.startswith("-"):
         raise InvalidProblem("bundle", "FILE", file or "nothing", "be named first, in front of a problem's fields")
     if show:
-        if fields or options:
-            raise InvalidProblem("bundle --show", "other words", words([*fields, *options]), "be left out")
+        others = [*fields, *(name for name, value in options.items() if value)]
+        if others:
+            raise InvalidProblem("bundle --show", "other words", words(others), "be left out")
         return _show(open_bundle(file), as_json=as_json)
     path = Path(file)
     refuse_to_replace(path)
-    found = compiled("bundle", tokens=fields, own_options=own_options, **options)
+    found = compiled("bundle", fields, own_options(context), descriptors, ops, archs, devices, backends)
     if not found:
         return 1
     if any(outcome.state == "failed" for outcome in found):

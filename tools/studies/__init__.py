@@ -1,1 +1,1 @@
-"""What `bench-model`, `bench-parallel` and `certify` measure."""
+"""What `bench-model` and `certify` measure."""

@@ -11,13 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.environment import versions
 from skuda.dispatch.system.writing import write_whole
 from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.registry.text import one_line
+from skuda.tools.files import check
+from skuda.tools.options import Json, Number, Output, Seed, argument, flag, number, option
 from skuda.tools.output import progress, refuse, stdout, tell
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
 from skuda.tools.study.run import NoDevice, fresh_seed, silent
@@ -43,20 +45,31 @@ class RankFailed(SkudaError):
 
 
 def run(
+    model: Annotated[str, argument("MODEL", "What transformers loads; or llama, mistral, qwen2, qwen3.")],
     *,
-    model: str,
-    device: str = "auto",
-    ranks: int | None = None,
-    batch: int = 16,
-    cpu_layers: int | None = None,
-    layers: int | None = None,
-    prompts: int | None = None,
-    plain: bool = False,
-    seed: int | None = None,
-    output: Path | None = None,
-    as_json: bool = False,
+    device: Annotated[str, option("WHERE", "gpu or host; else a GPU where torch sees one.")] = "auto",
+    ranks: Annotated[Number, number("Ranks that share the layers; 2 on the CPU, or all GPUs, if left out.")] = None,
+    batch: Annotated[int, number("Sequences of the largest batch; 16 if left out.", least=2)] = 16,
+    cpu_layers: Annotated[
+        Number, number("Layers that a GPU shares with the CPU; 2, or all of small models, if left out.", "LAYERS")
+    ] = None,
+    layers: Annotated[Number, number("The first layers of the model; all if left out.", "LAYERS")] = None,
+    prompts: Annotated[Number, number("Prompts, of 5 that are drawn; all if left out.", most=5)] = None,
+    plain: Annotated[bool, flag("--plain", help="Show the model in floating point beside it.")] = False,
+    seed: Seed = None,
+    output: Output = None,
+    as_json: Json = False,
 ) -> int:
-    """Run ``skuda certify``; `skuda certify --help` explains the options. Return 1 if any bit differs."""
+    """Show that a model has the same bits in every way.
+
+    Makes the model exact, and computes the log-probabilities of random prompts alone, step by step, in chunks, padded,
+    in batches, after a shared prefix, compiled, on ranks, in training and, from a GPU, captured and on the CPU. Prints
+    a hash of each way and, without a terminal, a line as each ends; the record of --output grows with them. Exits with
+    1 where one differs, and names the first layer, op and row. The models named llama, mistral, qwen2 and qwen3 are
+    small and random, and so is one whose folder has only a config. Needs transformers.
+    """
+    if output is not None:
+        check("certify", "--output", output)
     if device not in _WHERE:
         refuse("certify", "--device", device, _WHERE)
     for name in ("torch", "transformers"):

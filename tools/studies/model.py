@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 from rich.text import Text
 
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import device_named
+from skuda.registry.errors import InvalidRecord
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.study.record import Record
-from skuda.tools.study.requirement import Requirement, requirements
-from skuda.tools.study.view import Parts, Sections, Table
+from skuda.tools.study.view import Parts, Requirement, Sections, Table, requirements
 
 Phase = Literal["decode", "prefill"]
+REAL_ONE, REAL_ALL, INT8_ONE, INT8_ALL = ("bf16 x1", "bf16 xN", "skuda x1", "skuda xN")
+RANKED = {REAL_ONE: "nothing quantized, on one rank", REAL_ALL: "nothing quantized, on all ranks"}
+RANKED |= {INT8_ONE: "DynamicLinear and fuse_, on one rank", INT8_ALL: "the same and parallelize_, on all ranks"}
+"""The forms of an MLP that ranks share, each with what it computes."""
 REAL, OURS = ("bf16", "bf16 compiled"), ("skuda", "skuda compiled")
 """Names of the forms that quantize nothing, and of ours with torch's attention."""
+LLAMA_3_70B = {"hidden": 8192, "intermediate": 28672}
+_FEW, _MANY = 16, 2048
+_RANK_GAINS = {True: (1.6, 1.5), False: (1.8, 1.7)}
+"""For few rows and for many: the least time of ours on one rank, and of bf16 on all, over ours on all.
+
+For numbers of rows between, nothing is required.
+"""
 INT8_ATTENTION = "skuda int8 attention"
 """The name of the form whose attention is ours, too."""
 INT4 = "skuda int4, int8 attention"
@@ -110,8 +122,8 @@ class Timed:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The medians over that of the fastest form of ours: above 1 if ours is faster; empty without ours."""
-        ours = min((us for name, us in self.times.items() if name in OURS), default=None)
+        """The medians over that of the fastest form of ours, or of ours on all ranks; empty without ours."""
+        ours = min((us for name, us in self.times.items() if name in (*OURS, INT8_ALL)), default=None)
         return {name: us / ours for name, us in self.times.items()} if ours else {}
 
 
@@ -122,18 +134,22 @@ class PhaseResult(Timed, Value):
     ----------
     phase : str
         ``decode``: `rows` sequences, of which each has one new position at the end of a cache of `cache` positions;
-        ``prefill``: one sequence of `rows` positions, which fill the cache.
+        ``prefill``: one sequence of `rows` positions, which fill the cache; ``mlp``: `rows` of an MLP that ranks share.
+        Of each round of it, the time is that of the slowest rank.
     compared : int
         Inputs for which the outputs of all forms of ours, eager, compiled and as they are timed, were compared.
+    with_numpy : int
+        Rows that were compared with NumPy, on one rank.
     wrong : str
-        How they differ in a bit; empty if they do not.
+        How they differ in a bit, or which rank failed; empty if neither.
     """
 
-    phase: Phase
+    phase: Phase | Literal["mlp"]
     rows: Size
     cache: Size
     ways: Ways
     compared: Size = 0
+    with_numpy: Size = 0
     wrong: str = ""
 
     @property
@@ -170,7 +186,9 @@ class ModelRecord(Record):
     repeats : int
         The requested rounds.
     sizes : dict
-        Sizes of the stack; see `skuda.tools.studies.llama.LlamaSizes`.
+        Sizes of the stack; see `skuda.tools.studies.llama.LlamaSizes`. Of an MLP that ranks share, its two.
+    ranks : int
+        Ranks that share an MLP; 0 for a stack on one device.
     graph : bool
         Whether replays of a CUDA graph are timed; on a CPU, calls are.
     computes, absent : dict
@@ -183,6 +201,7 @@ class ModelRecord(Record):
     schema_version: Literal[1] = 1
     repeats: Size
     sizes: dict[str, Size]
+    ranks: Size = 0
     graph: bool
     computes: dict[str, str] = Field(default_factory=dict)
     absent: dict[str, str] = Field(default_factory=dict)
@@ -196,6 +215,28 @@ class ModelRecord(Record):
         if not (self.phases or self.host or self.generated):
             self.refuse("phases", "none", "be given where neither calls on the host nor generation was measured")
         return self
+
+    @classmethod
+    def _read(cls, path: Path) -> Any:
+        """Read a file; what the retired ``skuda bench-parallel`` recorded becomes a record of this kind."""
+        found = super()._read(path)
+        if not isinstance(found, dict) or found.get("kind") != "skuda bench-parallel":
+            return found
+        try:
+            job = found.pop("orders")
+            phases = [{"phase": "mlp", "cache": 0, **result} for result in found.pop("results")]
+            for phase in phases:
+                timings = phase.pop("timings", {})
+                phase["ways"] = [
+                    {"name": name, **({"timing": timings[name]} if name in timings else {"refused": "not timed"})}
+                    for name in RANKED
+                ]
+            sizes = {name: job[name] for name in LLAMA_3_70B}
+            own = {"repeats": job["repeats"], "ranks": job["count"], "sizes": sizes, "computes": RANKED}
+        except (AttributeError, KeyError, TypeError) as error:
+            rule = "have orders and results, as `skuda bench-parallel` wrote them"
+            raise InvalidRecord(cls.maker(), str(path), f"{type(error).__name__}: {error}", rule) from error
+        return {**found, **own, "kind": "skuda bench-model", "seed": job.get("seed"), "phases": phases}
 
     @property
     def host_ratios(self) -> dict[str, float]:
@@ -223,9 +264,12 @@ class ModelRecord(Record):
 
 def sections(record: ModelRecord) -> Sections:
     """Return the sections: ``phases`` (times), ``requirements``, ``host`` (calls), ``generate`` and ``facts``."""
-    weights = "Gaussian weights of deviation 1 / sqrt(K); no embeddings, last norm and head"
+    weights = "Gaussian weights of deviation 1 / sqrt(K)" + (
+        "" if record.ranks else "; no embeddings, last norm and head"
+    )
     about = {
-        "stack": f"{_named(record.sizes)}; {weights}",
+        "MLP" if record.ranks else "stack": f"{_named(record.sizes)}; {weights}",
+        "ranks": str(record.ranks) if record.ranks else "",
         "timed": "replays of a CUDA graph" if record.graph else "calls on the CPU",
         "generation": _named(record.generation),
         **record.computes,
@@ -233,7 +277,7 @@ def sections(record: ModelRecord) -> Sections:
     }
     return {
         "phases": _phases(record) if record.phases else (),
-        "requirements": _requirements(record),
+        "requirements": (_rank_requirements if record.ranks else _requirements)(record),
         "host": _host(record) if record.host else (),
         "generate": _generate(record) if record.generated else (),
         "facts": (record.facts(**about),),
@@ -269,12 +313,16 @@ def _generate(record: ModelRecord) -> Parts:
 
 def _phases(record: ModelRecord) -> Parts:
     """Return the microseconds of a layer by phase and form, with the ratio to the fastest of ours, and the gain."""
-    names, layers, rows = list(record.computes), record.sizes["layers"], []
+    names, layers, rows = list(record.computes), record.sizes.get("layers", 1), []
     for phase in record.phases:
         missing = Text("wrong", style="bold red") if phase.wrong else Text("-", style="dim")
         times, ratios = phase.times, phase.ratios
         cells = [f"{times[n] / layers:.1f} ({ratios[n]:.2f})" if n in ratios else missing for n in names]
         rows.append((phase.phase, phase.rows, phase.cache, "-" if phase.gain is None else f"{phase.gain:.2f}", *cells))
+    if record.ranks:
+        table = Table(("M", *names), [(row[1], *row[4:]) for row in rows], words=0)
+        wrong = (Text(line, style="red") for line in record.wrong)
+        return table, f"Microseconds, and in brackets over {INT8_ALL}.", *wrong
     table = Table(("phase", "M", "cache", "gain", *names), rows, extra=len(names))
     about = (
         "Microseconds of a layer, and in brackets over the fastest of ours with torch's attention; "
@@ -283,11 +331,30 @@ def _phases(record: ModelRecord) -> Parts:
     return table, about
 
 
+def _rank_requirements(record: ModelRecord) -> Parts:
+    """Judge a record of ranks; figures are for CUDA graphs of Llama 3 70B's MLP on two H200s."""
+    figures = [
+        Requirement.ratio(f"{phase.rows} rows: {form} over {INT8_ALL}", phase.ratios.get(form), bound)
+        for phase in record.phases
+        if not _FEW < phase.rows < _MANY
+        for form, bound in zip((INT8_ONE, REAL_ALL), _RANK_GAINS[phase.rows <= _FEW], strict=True)
+    ]
+    ranks = (record.ranks == 2, f"there are {record.ranks} ranks, not 2")
+    sizes = (record.sizes == LLAMA_3_70B, "the sizes are not those of Llama 3 70B")
+    return _judged(record, "bits on all ranks and on one", figures, ranks, sizes)
+
+
+def _judged(record: ModelRecord, what: str, figures: list[Requirement], *unlike: tuple[bool, str]) -> Parts:
+    """Return the table of requirements: bits, and figures, which are for an H200 and a run like `unlike` says."""
+    wrong = ", ".join(f"{phase.phase} {phase.rows}" for phase in record.phases if phase.wrong)
+    bits = Requirement.equal(what, wrong, sum(phase.compared for phase in record.phases))
+    card = device_named("h200").name
+    here = (record.card == card, f"the device is {record.card}, not {card}")
+    return requirements(bits, figures, (here, (record.graph, "no CUDA graph is timed"), *unlike))
+
+
 def _requirements(record: ModelRecord) -> Parts:
     """Judge a record; figures are for CUDA graphs of layers of Llama 3 8B on an H200."""
-    wrong = ", ".join(f"{phase.phase} {phase.rows}" for phase in record.phases if phase.wrong)
-    compared = sum(phase.compared for phase in record.phases)
-    bits = Requirement.equal("bits of ours, eager, compiled and replayed", wrong, compared)
     # The faster form in bf16 is known where both were timed.
     timed = [p for p in record.phases if set(REAL) <= p.times.keys()]
     gains = {(p.phase, p.rows): p.gain for p in timed if p.phase == "prefill" or p.cache == _CACHE}
@@ -312,10 +379,5 @@ def _requirements(record: ModelRecord) -> Parts:
     for cache, rows in product(CACHES, SEQUENCES):
         what, time = f"a token, {cache}, {rows} at once: ours over bf16", generated.get((cache, rows))
         figures.append(Requirement.ratio(what, time, _GENERATED, at_most=True))
-    card = device_named("h200").name
-    unlike = (
-        (record.card == card, f"the device is {record.card}, not {card}"),
-        (record.graph, "no CUDA graph is timed"),
-        ({**record.sizes, **LLAMA_3_8B} == record.sizes, "the sizes are not those of Llama 3 8B"),
-    )
-    return requirements(bits, figures, unlike)
+    sizes = ({**record.sizes, **LLAMA_3_8B} == record.sizes, "the sizes are not those of Llama 3 8B")
+    return _judged(record, "bits of ours, eager, compiled and replayed", figures, sizes)

@@ -1,10 +1,10 @@
-"""One rank of ``skuda bench-parallel``: a gated MLP in bf16 and in int8, whole and shared."""
+"""One rank of ``skuda bench-model --ranks``: a gated MLP in bf16 and in int8, whole and shared."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,19 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F  # noqa: N812  torch's name
 
 from skuda.dispatch import Dispatcher
+from skuda.dispatch.select.tuning import Timing
 from skuda.dispatch.shard import GroupBroken
 from skuda.dispatch.shard.shards import span, split
 from skuda.registry.device import HOST
+from skuda.registry.value import Size
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.rivals import linear_of
 from skuda.tools.bench.timing import error_line, rounds_each
+from skuda.tools.output import words
 from skuda.tools.studies.llama import LlamaMLP, LlamaSizes, drawn
+from skuda.tools.studies.model import INT8_ALL, INT8_ONE, RANKED, FormResult, PhaseResult
 from skuda.tools.studies.model_bench import EXACT, Run
-from skuda.tools.studies.parallel import FORMS, INT8_ALL, INT8_ONE, MlpJob
-from skuda.tools.studies.processes import Save
+from skuda.tools.studies.processes import RankJob, Save
 from skuda.torch import Dynamic, TorchGroup, fuse_, parallelize_, quantize_
 
 _INPUTS = 3
@@ -30,6 +33,35 @@ _MOST_WITH_NUMPY = 1
 """Rows up to which all of an output is computed by NumPy too."""
 _SECONDS = 3.0
 """For the rounds of one form."""
+
+
+class MlpJob(RankJob):
+    """What the ranks do: a gated MLP of some sizes, for some numbers of rows, in a number of rounds."""
+
+    hidden: Size
+    intermediate: Size
+    rows: tuple[Size, ...]
+    repeats: Size
+
+
+def phases_of(job: MlpJob, found: Sequence[Sequence[Mapping[str, Any]] | None], failed: str) -> tuple[PhaseResult, ...]:
+    """Return the results for each number of rows, from those of the ranks; where a rank has none, why."""
+    phases = []
+    for at, rows in enumerate(job.rows):
+        each = [mine[at] for mine in found if mine and at < len(mine)]
+        wrong, times, counts = next(filter(None, (one["wrong"] for one in each)), ""), {}, {}
+        if len(each) < job.count:
+            silent = words(rank for rank, mine in enumerate(found) if at >= len(mine or ()))
+            wrong = "; ".join(filter(None, (failed, wrong, f"rank {silent} has no result")))
+        else:
+            times = {form: Timing.of(us) for form, us in each[0].get("times", {}).items()}
+            counts = {name: how(one.get(name, 0) for one in each) for name, how in _COUNTS.items()}
+        ways = (FormResult(name=n, timing=times.get(n), refused="" if n in times else "not timed") for n in RANKED)
+        phases.append(PhaseResult(phase="mlp", rows=rows, cache=0, ways=tuple(ways), wrong=wrong, **counts))
+    return tuple(phases)
+
+
+_COUNTS: dict[str, Any] = {"compared": min, "with_numpy": max}
 
 
 def gated(gate_up: Tensor) -> Tensor:
@@ -93,7 +125,7 @@ class MlpBench:
         whole = drawn(LlamaMLP, sizes, seed=job.seed, device=str(self.place))
         compiled = torch.compile(gated, dynamic=False)
         real = (SlicedMLP(whole, group, activation=compiled) for group in (None, self.group))
-        self.modules = dict(zip(FORMS, (*real, exact(whole), exact(whole, group=self.group)), strict=True))
+        self.modules = dict(zip(RANKED, (*real, exact(whole), exact(whole, group=self.group)), strict=True))
         self.random = torch.Generator(self.place).manual_seed(job.seed)
 
     def measure(self, rows: int) -> dict[str, Any]:

@@ -91,7 +91,10 @@ class Record(Value):
 
     def digest(self) -> str:
         """Return a hash of what was measured, by which a plot of another record is detected."""
-        return hashlib.sha256(self.model_copy(update={"method": 0}).text().encode()).hexdigest()[:16]
+        # A method or a stamp may be said anew of the same measurements.
+        said: Any = {"method": True, "cases": {"__all__": {"source_hash", "machine_code", "launches"}}}
+        measured = _rounded(self.model_dump(mode="json", exclude_defaults=True, exclude=said))
+        return hashlib.sha256(json.dumps(measured).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
         """Write the file, and create its folder; a reader never sees a part of the file."""

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from skuda.dispatch.select.environment import driver_version, skuda_version, versions
 from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem, SkudaError
+from skuda.tools.files import check
 from skuda.tools.output import progress, refuse, split, stdout, tell
 from skuda.tools.study.record import Record
 from skuda.tools.study.view import Sections, markdown, show
@@ -62,10 +63,13 @@ class Study(Generic[_Kind]):
         Return the exit status: 0; 1 if something is wrong in the record, or if no device here can run it.
         """
         command = self.record.maker()
+        options = {name: value for name, value in options.items() if value is not None}
         if show is not None:
             refuse_beside_show(command, self.measure, {**options, "output": output})
             record = self.record.load(show)
         else:
+            if output is not None:
+                check(command, "--output", output)
             try:
                 record = self.made(**options)
             except NoDevice as error:

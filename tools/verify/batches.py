@@ -77,10 +77,16 @@ def batches_of(problem: Descriptor, inputs: Mapping[str, Any], rng: np.random.Ge
     name, fewer = row_field(problem), fewer_rows(problem)
     if name is None or fewer is None:
         return
-    count, mine = getattr(problem, name), row_arguments(problem)
+    count = getattr(problem, name)
     order, some = rng.permutation(count), np.sort(rng.choice(count, getattr(fewer, name), replace=False))
-    for picked, how in ((order, "permuted rows give"), (some, f"{len(some)} of {count} rows alone give")):
-        yield Batch(how, problem.model_copy(update={name: len(picked)}), dict.fromkeys(mine, picked), {})
+    yield rows_of(problem, order, "permuted rows give")
+    yield rows_of(problem, some, f"{len(some)} of {count} rows alone give")
+
+
+def rows_of(problem: Descriptor, picked: Array, how: str = "") -> Batch:
+    """Return some rows of a problem whose rows are independent, in an order."""
+    part = problem.model_copy(update={row_field(problem) or "": len(picked)})
+    return Batch(how, part, dict.fromkeys(row_arguments(problem), picked), {})
 
 
 def _picked(problem: CacheProblem, rows: Array, pages: Array) -> dict[str, Array]:

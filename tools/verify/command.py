@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from rich.text import Text
 
 from skuda.dispatch import Dispatcher
 from skuda.registry.device import Device
 from skuda.tools.files import check
+from skuda.tools.options import Json, Ops, Output, Seed, Word, Words, flag, option
 from skuda.tools.output import (
     OP_WORDS,
     chosen,
@@ -40,35 +41,46 @@ _VERDICTS: tuple[Literal["verified", "failed", "skipped"], ...] = ("verified", "
 
 def run(
     *,
-    ops: Sequence[str] = (),
-    skus: Sequence[str] = (),
-    backends: Sequence[str] = (),
-    cases: Sequence[int] = (),
-    device: str | None = None,
-    quick: bool = False,
-    seed: int | None = None,
-    output: Path | None = None,
-    as_json: bool = False,
+    ops: Ops = None,
+    skus: Annotated[Words, option("ID", "Only these kernels.", "--sku")] = None,
+    backends: Annotated[Words, option("NAME", "Only these backends.", "--backend")] = None,
+    cases: Annotated[
+        list[int] | None, option("N", "Only these cases, as failures number them.", "--case", min=0)
+    ] = None,
+    device: Annotated[Word, option("WHERE", "A CUDA device by its number, or cpu; else the first one.")] = None,
+    quick: Annotated[bool, flag("--quick", help="A spot check of every kernel.")] = False,
+    seed: Seed = None,
+    output: Output = None,
+    as_json: Json = False,
 ) -> int:
-    """Run ``skuda verify``: verify kernels, print the results, and save the record to a file.
+    """Run every kernel against its reference.
 
-    An empty sequence of names or of numbers stands for all. Without filters, on a CUDA device and in a checkout, the
-    file is one in ``docs/evidence``. Return 1 if a kernel failed, or if there is no CUDA device and none was named.
+    Runs one kernel of each source over many problems, in several memory layouts between guard zones, again, with its
+    rows permuted, and in every way to call it. The other kernels run over the cases of their op and a sample of the
+    rest. Without filters, on a CUDA device and in a checkout, the record goes to docs/evidence. Exits with 1 where a
+    kernel fails.
+
+    A failure names the command that repeats it, such as `skuda verify --device 0 --sku ID --case 3 --seed 7`.
     """
+    if output is not None:
+        check("verify", "--output", output)
     # An empty tuning path: the record must not depend on this machine's measurements.
     dispatcher = Dispatcher(tuning="")
     registry = dispatcher.registry
-    ops = chosen("verify", "--op", ops, registry.ops, **OP_WORDS)
     ids = [sku.id for sku in registry]
-    skus = chosen("verify", "--sku", skus, ids, kind="the id of a kernel", more="see `skuda list --skus`")
-    backends = chosen("verify", "--backend", backends, registry.backends)
+    filters: dict[str, Any] = {
+        "ops": chosen("verify", "--op", ops, registry.ops, **OP_WORDS),
+        "skus": chosen("verify", "--sku", skus, ids, kind="the id of a kernel", more="see `skuda list --skus`"),
+        "backends": chosen("verify", "--backend", backends, registry.backends),
+        "cases": cases or (),
+    }
     place = _device(dispatcher, device)
     if place is None:
         line = "no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels"
         tell(line)
         return 1
     path = output
-    if path is None and not (ops or skus or backends or cases or quick):
+    if path is None and not (any(filters.values()) or quick):
         path = default_path(place)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,10 +89,7 @@ def run(
         found = verify(
             dispatcher,
             place,
-            ops=ops,
-            skus=skus,
-            backends=backends,
-            cases=cases,
+            **filters,
             seed=fresh_seed() if seed is None else seed,
             quick=quick,
             progress=report,

@@ -1,6 +1,7 @@
 """Records of ``skuda verify``, and what they say about today's kernels.
 
-A record is valid only while the recorded hashes of the kernel, its reference and the verifying code are unchanged.
+A record is valid while the recorded hashes of the kernel and of its reference are those of today's sources, and while
+the checks are as strong as today's.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from skuda.tools.words.devices import card_words
 
 Word = Literal["verified", "failed", "stale", "unverified", "reference"]
 _WORDS: tuple[Word, ...] = get_args(Word)
-_DIGITS = 16
+DIGITS = 16
 """Hexadecimal digits of a hash that a record keeps: enough to see a change."""
-Digest = Annotated[str, AfterValidator(lambda digest: digest[:_DIGITS])]
+Digest = Annotated[str, AfterValidator(lambda digest: digest[:DIGITS])]
 METHOD = 1
 """Version of the checks. Whoever makes them stronger raises it, which makes earlier records stale."""
 _OWN = ("sku", "source_hash", "cases", "runs", "outputs", "machine_code", "launches")
@@ -249,7 +250,7 @@ def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False)
     """
     found = records.of(sku.id)
     try:
-        today = (source_hash(sku)[:_DIGITS], reference_hash(op)[:_DIGITS]) if found else None
+        today = (source_hash(sku)[:DIGITS], reference_hash(op)[:DIGITS]) if found else None
     except LookupError:
         today = None
     unchanged = [(file, one) for file, one in found if (one.source_hash, one.reference_hash) == today]

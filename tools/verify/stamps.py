@@ -20,9 +20,8 @@ from skuda.kernels.launch import Launch
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
+from skuda.tools.verify.evidence import DIGITS
 from skuda.tools.verify.trial import Examples
-
-_DIGITS = 16
 
 
 class Stamp(NamedTuple):
@@ -98,7 +97,7 @@ def _plain(launch: Launch, numbers: Mapping[tuple[tuple[str, ...], str], int]) -
 
 
 def _parameter(parameter: Any) -> tuple[object, ...]:
-    fields = astuple(parameter) if is_dataclass(parameter) else tuple(parameter)
+    fields = astuple(parameter) if is_dataclass(parameter) and not isinstance(parameter, type) else tuple(parameter)
     return type(parameter).__name__, *map(str, fields)
 
 
@@ -119,4 +118,4 @@ def _content(value: Any) -> tuple[object, ...]:
 
 
 def _hash(found: object) -> str:
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:DIGITS]

@@ -380,37 +380,6 @@ def test_zeros_lie_in_front_of_other_scratch():
     assert rig.driver.allocated == {start: MOST_ZEROS + 32}
 
 
-def test_scratch_of_a_captured_run_is_its_own_and_stays():
-    rig = Rig(SummedDescriptor(n=32), summed)
-    rig.driver.capturing = {5: 100}
-    rig.run(stream=5, **SUM)
-    rig.run(stream=5, **SUM)
-    captured = rig.last[0]
-    rig.driver.capturing = {5: 101}
-    rig.run(stream=5, **SUM)
-    rig.driver.capturing = {}
-    rig.run(stream=5, **SUM)
-    rig.run(**SUM)
-    used = [launch[1][0] for launch in rig.engine.launches if launch[0] == "total"]
-    assert used[:2] == [captured, captured]
-    assert len(set(used)) == 4
-    driver = rig.driver
-    del rig
-    gc.collect()
-    assert set(driver.allocated) - set(driver.freed) == {address - MOST_ZEROS for address in used[:3]}
-
-
-def test_a_captured_run_leaves_the_block_that_its_plan_has_reserved():
-    rig = Rig(SummedDescriptor(n=32), summed)
-    rig.driver.capturing = {5: 100}
-    rig.run(stream=5, **SUM)
-    reserved, captured = rig.driver.allocated
-    assert rig.last[0] - MOST_ZEROS == captured
-    other = Scratch(rig.driver, (0, CONTEXT), (("partial", 32),))
-    assert other.place(0).addresses[0] - MOST_ZEROS == reserved
-    assert len(rig.driver.allocated) == 2
-
-
 def test_plans_of_one_card_share_scratch_and_many_sizes_allocate_little():
     first = Rig(SummedDescriptor(n=32), summed)
     driver = first.driver

@@ -206,16 +206,6 @@ def test_a_block_of_a_destroyed_graph_serves_runs_outside_of_captures(driver):
     assert len(driver.allocated) == 3
 
 
-def test_an_error_of_torch_is_the_error_of_the_run(driver, torch, monkeypatch):
-    def full(*_, **__):
-        raise RuntimeError("out of memory")
-
-    torch.empty = full
-    plan = scratch(driver)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        captured(driver, plan, 1)
-
-
 def test_runs_outside_of_captures_do_not_ask_torch(driver, torch):
     plan = scratch(driver)
     torch.cuda = torch._C = None
@@ -456,20 +446,6 @@ def test_without_user_objects_a_block_stays_as_long_as_the_process(run, failing)
     assert names["cuUserObjectRelease"] == (100 if failing.startswith("cuGraph") else 0)
 
 
-def test_a_capture_that_has_become_invalid_is_not_watched(run):
-    report = run(
-        """
-        plan = scratch()
-        captured(plan, 1)
-        capture(0x52, 2, status=2)
-        report["same"] = plan.place(0x52).addresses == scratch().place(0x52).addresses
-        report["kept"] = live()[0]
-        """
-    )
-    assert report.values == {"same": True, "kept": 2}
-    assert sum(name == "cuUserObjectCreate" for _, name, _ in report.calls) == 1
-
-
 @pytest.mark.parametrize("of_torch", [True, False])
 def test_an_interrupt_loses_no_memory_and_frees_none_twice(run, of_torch):
     """Ctrl-C before one of the bytecodes of a first run inside a capture."""
@@ -505,21 +481,3 @@ def test_an_interrupt_loses_no_memory_and_frees_none_twice(run, of_torch):
     )
     assert report.values["points"] > 200
     assert report.values["raised"] > len(parts) // 2
-
-
-def test_an_interrupt_between_the_driver_calls_of_a_destructor_loses_no_memory(run):
-    report = run(
-        """
-        from interrupts import bytecodes, interrupted
-
-        sys.unraisablehook = lambda _: None  # Python drops what a destructor raises
-        plans = [scratch()]
-        points = report["points"] = bytecodes(lambda: plans.pop(), "/driver.py")
-        assert live()[0] == 0
-        for at in range(1, points + 1):
-            plans.append(scratch())
-            interrupted(lambda: plans.pop(), at, "/driver.py")
-            assert live()[0] == 0, at
-        """
-    )
-    assert report.values["points"] > 50

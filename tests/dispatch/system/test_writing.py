@@ -176,11 +176,3 @@ def test_where_standard_output_goes_is_no_place_for_a_file(tmp_path):
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     assert "standard output or standard error goes there" in done.stderr
-
-
-def test_a_deleted_working_directory_is_named(tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(OSError, match="working directory has been deleted"):
-        check_place(Path("file"))

@@ -153,8 +153,3 @@ template <int N, class A, class B> struct WgmmaRegisters {
     }
   }
 };
-
-// Of attention_warpgroup.cu.
-static void wgmma_registers(int (&d)[32], const unsigned (&a)[4], unsigned long long b, unsigned scale_d) {
-  WgmmaRegisters<64, unsigned char, signed char>::mma_async(d, a, b, scale_d);
-}

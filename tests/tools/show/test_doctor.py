@@ -92,7 +92,7 @@ def doctored(*absent):
     return {f["name"]: f for f in json.loads(done.stdout)["findings"]}
 
 
-@pytest.mark.parametrize("absent", ["pydantic", "ml_dtypes", "platformdirs", "typer"])
+@pytest.mark.parametrize("absent", ["pydantic", "ml_dtypes", "platformdirs"])
 def test_the_doctor_works_where_a_required_package_does_not(absent, monkeypatch):
     found = doctored(absent)
     assert found[absent]["state"] == "broken"

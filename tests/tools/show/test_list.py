@@ -10,8 +10,8 @@ import pytest
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.registry import KernelSku, Registry
 from skuda.registry.device import device_named
-from skuda.tools.verify.evidence import EvidenceFile, Failure, SkuEvidence
-from skuda.tools.verify.fingerprint import reference_hash, source_hash, verifier_hash
+from skuda.tools.verify.evidence import METHOD, EvidenceFile, Failure, SkuEvidence
+from skuda.tools.verify.fingerprint import reference_hash, source_hash
 
 FILL = next(op for op in built_in_ops() if op.name == "fill")
 CUDA = [sku for sku in FILL.skus if sku.backend == "pycuda"]
@@ -127,7 +127,7 @@ def evidence_of(*skus, **changes):
     }
     found = tuple(SkuEvidence(sku=sku.id, source_hash=source_hash(sku), **right) for sku in skus)
     fields = {"date": "2026-02-03T04:05:06+00:00", "skuda": "0", "seed": 9, "driver": "580.1", "skus": found}
-    fields["verifier_hash"] = verifier_hash()
+    fields["method"] = METHOD
     return EvidenceFile(**{"device": device_named("h200"), "versions": {"torch": "2.9"}, **fields, **changes})
 
 
@@ -150,13 +150,13 @@ def test_verified_names_the_card(skuda, terminal, fill, tmp_path):
     assert "verified\tyes: verified on H200, 2026-02-03" in out
 
 
-@pytest.mark.parametrize("wrong", ["source_hash", "reference_hash", "verifier_hash"])
+@pytest.mark.parametrize("wrong", ["source_hash", "reference_hash", "method"])
 def test_no_kernel_shows_as_verified_whose_record_is_of_another_source_or_meaning(
     skuda, terminal, fill, tmp_path, wrong
 ):
     run, sku = evidence_of(CUDA[0]), CUDA[0]
-    if wrong == "verifier_hash":
-        run = run.model_copy(update={wrong: "0" * 64})
+    if wrong == "method":
+        run = run.model_copy(update={wrong: METHOD - 1})
     else:
         run = run.model_copy(update={"skus": (run.skus[0].model_copy(update={wrong: "0" * 64}),)})
     run.save(tmp_path / "run.json")

@@ -1,4 +1,4 @@
-"""`skuda bench-parallel` on processes of the CPU: its record, its goals, and the faults of a rank."""
+"""`skuda bench-model --ranks` on processes of the CPU: its record, its goals, and the faults of a rank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from support import fresh
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import device_named
 from skuda.tools.cli import main
-from skuda.tools.studies.parallel import (
-    FORMS,
+from skuda.tools.studies.model import (
     INT8_ALL,
     INT8_ONE,
+    RANKED,
     REAL_ALL,
-    MlpJob,
-    ParallelRecord,
-    RowsResult,
+    FormResult,
+    ModelRecord,
+    PhaseResult,
     sections,
 )
 from skuda.tools.study.view import markdown
 
-JOB = MlpJob(backend="nccl", count=2, seed=1, hidden=8192, intermediate=28672, rows=(16,), repeats=2)
-TYPED = ["bench-parallel", "--cpu", "--hidden", "32", "--intermediate", "48", "--repeats", "2"]
+TYPED = ["bench-model", "--ranks", "2", "--cpu", "--hidden", "32", "--intermediate", "48", "--repeats", "2"]
 
 
 @pytest.fixture
@@ -37,9 +36,9 @@ def recorded(tmp_path, monkeypatch):
     def run(rows, fault="parallel"):
         monkeypatch.setattr(parallel_rank, "work", getattr(rank_faults, fault))
         path = tmp_path / "r.json"
-        seed = str(int(fresh("bench-parallel").integers(1 << 30)))
+        seed = str(int(fresh("ranks").integers(1 << 30)))
         status = main([*TYPED, "--rows", rows, "--seed", seed, "--output", str(path)])
-        return status, ParallelRecord.load(path)
+        return status, ModelRecord.load(path)
 
     return run
 
@@ -50,44 +49,45 @@ def recorded(tmp_path, monkeypatch):
 def test_equal_bits_are_timed_and_recorded(recorded, capsys):
     status, record = recorded("1,5")
     assert status == 0, record.wrong
-    assert [(one.rows, one.with_numpy, one.compared) for one in record.results] == [(1, 1, 3), (5, 0, 3)]
-    assert all(tuple(one.timings) == FORMS for one in record.results)
+    assert [(one.rows, one.with_numpy, one.compared) for one in record.phases] == [(1, 1, 3), (5, 0, 3)]
+    assert all(tuple(one.times) == tuple(RANKED) for one in record.phases)
     assert record.outdated == ""
     assert not record.graph
-    times, *_ = sections(record)["times"]
+    times, *_ = sections(record)["phases"]
     assert markdown((times,)) in capsys.readouterr().out
-    assert record.command.startswith("skuda bench-parallel --rows 1,5 --hidden 32 --intermediate 48 --cpu --repeats 2")
+    for option in ("--ranks 2", "--rows 1,5", "--hidden 32", "--intermediate 48", "--cpu", "--repeats 2"):
+        assert option in record.command
 
 
 def test_a_wrong_bit_on_one_rank_is_not_timed(recorded, capsys):
     status, record = recorded("2,3", "parallel_with_a_wrong_bit")
     assert status == 1
-    for result in record.results:
-        assert (result.timings, result.compared) == ({}, 0)
+    for result in record.phases:
+        assert (result.times, result.compared) == ({}, 0)
         assert result.wrong.startswith("all ranks, called, rank 1, differs from one rank, called: [0, 31]")
-    assert "2 rows: all ranks" in capsys.readouterr().err
+    assert "mlp 2: all ranks" in capsys.readouterr().err
 
 
 def test_a_difference_from_numpy_is_not_timed(recorded):
     status, record = recorded("1", "parallel_unlike_numpy")
     assert status == 1
-    assert record.results[0].wrong.startswith("one rank, called, differs from NumPy: ")
-    assert record.results[0].timings == {}
+    assert record.phases[0].wrong.startswith("one rank, called, differs from NumPy: ")
+    assert record.phases[0].times == {}
 
 
 def test_a_compiler_that_fails_is_named_and_the_rest_is_timed(recorded):
     status, record = recorded("2", "parallel_without_a_compiler")
-    (result,) = record.results
+    (result,) = record.phases
     assert status == 1
     assert result.wrong == "all ranks, compiled: RuntimeError: no such compiler"
-    assert tuple(result.timings) == FORMS
+    assert tuple(result.times) == tuple(RANKED)
 
 
 def test_a_rank_that_dies_fails_what_follows(recorded):
     status, record = recorded("1,3,4", "parallel_that_dies")
     assert status == 1
-    first, second, third = record.results
-    assert first.timings
+    first, second, third = record.phases
+    assert first.times
     assert second.wrong.startswith("rank 1 failed: it exited with 7")
     assert second.wrong.endswith("; rank 1 has no result")
     assert third.wrong.endswith("; rank 0, 1 has no result")
@@ -96,13 +96,15 @@ def test_a_rank_that_dies_fails_what_follows(recorded):
 # --- a record --------------------------------------------------------------------------------------------------------
 
 
-def result(rows, **times):
-    return RowsResult(rows=rows, timings={form: Timing.of([us]) for form, us in times.items()}, compared=3)
+def result(rows, *, wrong="", **times):
+    ways = [FormResult(name=form, timing=Timing.of([times[form]]) if form in times else None) for form in RANKED]
+    return PhaseResult(phase="mlp", rows=rows, cache=0, ways=tuple(ways), compared=0 if wrong else 3, wrong=wrong)
 
 
-def record_of(*results, **changes):
+def record_of(*phases, **changes):
     fields = {"device": device_named("h200"), "date": "2026-02-03T04:05:06+00:00", "skuda": "0", "command": "c"}
-    return ParallelRecord(**{**fields, "orders": JOB, "graph": True, "results": results, **changes})
+    of_ranks = {"ranks": 2, "repeats": 2, "sizes": {"hidden": 8192, "intermediate": 28672}, "computes": RANKED}
+    return ModelRecord(**{**fields, **of_ranks, "graph": True, "phases": phases, **changes})
 
 
 def of(few, many):
@@ -126,24 +128,23 @@ def test_figures_are_judged_by_rows_and_only_for_the_run_that_they_are_for():
     for changes, said in (
         ({"device": "CPU"}, "the device is CPU, not NVIDIA H200"),
         ({"graph": False}, "no CUDA graph is timed"),
-        ({"orders": JOB.model_copy(update={"count": 4})}, "there are 4 ranks, not 2"),
-        ({"orders": JOB.model_copy(update={"hidden": 4096})}, "the sizes are not those of Llama 3 70B"),
+        ({"ranks": 4}, "there are 4 ranks, not 2"),
+        ({"sizes": {"hidden": 4096, "intermediate": 28672}}, "the sizes are not those of Llama 3 70B"),
     ):
         found, why = verdicts(there.model_copy(update=changes))
         assert found == ["met", *["not judged"] * 4]
         assert said in why
-    wrong = there.model_copy(update={"results": (result(3), RowsResult(rows=16, wrong="a bit"))})
+    wrong = there.model_copy(update={"phases": (result(3), result(16, wrong="a bit"))})
     assert verdicts(wrong)[0][0] == "missed"
-    assert wrong.wrong == ("16 rows: a bit",)
+    assert wrong.wrong == ("mlp 16: a bit",)
 
 
 def test_the_table_has_every_time_and_what_failed():
-    record = of((10.0, 16.0, 15.0), (10.0, 18.0, 17.0))
-    table, *notes = sections(record)["times"]
-    assert table.rows[0] == (16, "-", "15.0", "16.0", "10.0", "1.60", "1.50")
+    table, _, *notes = sections(of((10.0, 16.0, 15.0), (10.0, 18.0, 17.0)))["phases"]
+    assert [str(cell) for cell in table.rows[0]] == ["16", "-", "15.0 (1.50)", "16.0 (1.60)", "10.0 (1.00)"]
     assert notes == []
-    failed = record_of(RowsResult(rows=16, wrong="rank 1 failed"))
-    assert [str(part) for part in sections(failed)["times"][1:]] == ["16 rows: rank 1 failed"]
+    failed = record_of(result(16, wrong="rank 1 failed"))
+    assert [str(part) for part in sections(failed)["phases"][2:]] == ["mlp 16: rank 1 failed"]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -151,11 +152,17 @@ def test_the_table_has_every_time_and_what_failed():
 
 @pytest.mark.parametrize("rows", ["0", "x", "1,-2"])
 def test_bad_rows_are_refused(rows, capsys):
-    assert main(["bench-parallel", "--cpu", "--rows", rows]) == 2
+    assert main([*TYPED, "--rows", rows]) == 2
     assert "--rows must be integers from 1" in capsys.readouterr().err
 
 
 def test_without_enough_gpus_the_cpu_must_be_named(capsys):
     pytest.importorskip("torch")
-    assert main(["bench-parallel", "--gpus", "64"]) == 1
+    assert main(["bench-model", "--ranks", "64"]) == 1
     assert "64 GPUs are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("typed", "says"), [("--ranks 2 --layers 3", "--layers"), ("--rows 1", "--rows")])
+def test_options_of_the_other_form_are_refused(typed, says, capsys):
+    assert main(["bench-model", "--cpu", *typed.split()]) == 2
+    assert f"{says} must" in capsys.readouterr().err

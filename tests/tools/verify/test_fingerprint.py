@@ -19,9 +19,9 @@ from skuda.dispatch.compile.sources import read_source, source_hash
 from skuda.kernels.catalog import built_in_ops
 from skuda.registry import Op
 from skuda.registry.device import device_named
-from skuda.tools.verify import evidence, fingerprint
+from skuda.tools.verify import evidence
 from skuda.tools.verify.evidence import EvidenceFile, Records, SkuEvidence, status
-from skuda.tools.verify.fingerprint import reference_hash, verifier_hash
+from skuda.tools.verify.fingerprint import reference_hash
 
 FILES = {
     "__init__.py": "from hashed.rules import rule\n",
@@ -151,7 +151,7 @@ def record_of(sku: Any, op: Op, **changes: Any) -> Records:
         device=device_named("h200"),
         date="2026-01-01",
         skuda="0",
-        verifier_hash=verifier_hash(),
+        method=evidence.METHOD,
         seed=1,
         skus=(found.model_copy(update=changes),),
     )
@@ -215,21 +215,19 @@ def test_other_cases_make_evidence_stale(package):
     assert status(SKU, replace(op, cases=op.cases[1:]), record_of(SKU, op)).word == "stale"
 
 
-def test_evidence_of_other_verifying_code_is_stale(package, monkeypatch):
+def test_evidence_of_weaker_checks_is_stale(package, monkeypatch):
     op = meant()
     records = record_of(SKU, op)
-    monkeypatch.setattr(evidence, "verifier_hash", lambda: "another")
+    monkeypatch.setattr(evidence, "METHOD", 7)
     found = status(SKU, op, records)
-    assert (found.word, found.reason) == ("stale", "verified by other verifying code")
-    assert found.describe() == "no: stale, verified by other verifying code (H200, 2026-01-01)"
+    assert found.word == "stale"
+    assert found.describe() == "no: stale, verified by method 1, today's is 7 (H200, 2026-01-01)"
 
 
 @pytest.mark.parametrize("field", ["source_hash", "reference_hash"])
 def test_a_record_without_a_hash_is_stale(package, field):
     op = meant()
     assert status(SKU, op, record_of(SKU, op, **{field: ""})).word == "stale"
-    without = [file.model_copy(update={"verifier_hash": ""}) for file in record_of(SKU, op).files]
-    assert status(SKU, op, Records(tuple(without))).reason == "verified by other verifying code"
 
 
 def test_what_is_compiled_is_still_hashed_byte_for_byte(package):
@@ -322,13 +320,3 @@ def test_every_built_in_op_has_a_meaning_of_its_own_that_reaches_its_arithmetic(
         assert not [
             module for module, _ in reached(op.reference.__module__, op.reference.__name__) if "launch" in module
         ]
-
-
-def test_the_verifying_code_is_what_decides_verdicts():
-    names = (fingerprint._VERIFIER, fingerprint._NO_VERDICT)
-    modules = {module for module, _ in reached("skuda.tools.verify.verification", "verify", *names)}
-    assert {f"skuda.tools.verify.{name}" for name in ("verification", "trial", "large", "placement")} < modules
-    kernels = {module for module in modules if module.startswith("skuda.kernels")}
-    shared = ("draw", "sums", "ties", "values", "dtypes", "attention.cache", "attention.drawn")
-    assert kernels == {f"skuda.kernels.{name}" for name in shared}, "no op's own code"
-    assert not modules & {"skuda.tools.verify.evidence", "skuda.tools.verify.command", "skuda.tools.output"}

@@ -8,9 +8,7 @@ from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 
-from skuda.dispatch import Backend, BackendStatus
-from skuda.dispatch.cuda.driver import driver
-from skuda.dispatch.cuda.runner import CudaRunner
+from skuda.dispatch import Backend, BackendStatus, CudaRunner, driver
 from skuda.registry import BackendSpec, DriverError
 from skuda_triton.records import INTERPRETED, TILE, WARPS, launch
 

@@ -9,11 +9,8 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from skuda.dispatch import Backend, BackendStatus
-from skuda.dispatch.backends.numpy import HostRunner
-from skuda.kernels.launch import Leading, Pointer
-from skuda.registry import BackendSpec, Role
-from skuda.registry.device import HOST
+from skuda.dispatch import Backend, BackendStatus, HostRunner, Leading, Pointer
+from skuda.registry import HOST, BackendSpec, Role
 from skuda_triton.backend import kernel_of, unavailable
 from skuda_triton.records import INTERPRETED, launch
 

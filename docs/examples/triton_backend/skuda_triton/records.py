@@ -5,7 +5,7 @@ Every program that uses skuda loads this module, so it does not import Triton. A
 
 import os
 
-from skuda.kernels.launch import Constant, Launch, Step, pointers, s64, strided
+from skuda.dispatch import Constant, Launch, Step, pointers, s64, strided
 from skuda.registry import ArchSku, ElementKind, KernelSku, OneOf, PrecisionGuarantee
 
 F32, F16, BF16, S8 = ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8

@@ -7,11 +7,8 @@ from contextlib import nullcontext
 from importlib import metadata
 from typing import Any
 
-from skuda.dispatch import Backend, BackendStatus, Device
-from skuda.dispatch.cuda.driver import driver
-from skuda.registry import BackendSpec, Descriptor, DriverError, InvalidProblem, KernelSku
-from skuda.registry.device import HOST
-from skuda.registry.source import resolve
+from skuda.dispatch import Backend, BackendStatus, Device, driver
+from skuda.registry import HOST, BackendSpec, Descriptor, DriverError, InvalidProblem, KernelSku, resolve
 from skuda_torch.tensors import bound
 
 

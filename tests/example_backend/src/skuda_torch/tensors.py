@@ -8,12 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from skuda.dispatch.host import rules
-from skuda.dispatch.host.arrays import bare
-from skuda.dispatch.host.floating import require_exact_mode
-from skuda.registry import Argument, Descriptor, ElementKind, InvalidProblem, Role
-from skuda.registry.descriptor import storage_shape
-from skuda.registry.errors import Unaligned
+from skuda.dispatch import bare, require_exact_mode, rules
+from skuda.registry import Argument, Descriptor, ElementKind, InvalidProblem, Role, Unaligned, storage_shape
 
 
 def bound(problem: Descriptor, arrays: Mapping[str, Any], device: str) -> tuple[dict[str, Any], Any]:

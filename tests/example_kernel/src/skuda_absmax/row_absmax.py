@@ -25,11 +25,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from skuda.dispatch import Device
-from skuda.kernels.launch import Constant, Launch, Leading, Pointer, Step
-from skuda.kernels.offers import cuda_skus, numpy_skus
-from skuda.registry import ArgumentSpec, Case, Descriptor, ElementKind, Op, OpCategory, Role
-from skuda.registry.value import Extent
+from skuda.dispatch import Constant, Device, Launch, Leading, Pointer, Step, cuda_skus, numpy_skus
+from skuda.registry import ArgumentSpec, Case, Descriptor, ElementKind, Extent, Op, OpCategory, Role
 
 ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
 

@@ -1,0 +1,62 @@
+"""Records are stamped again only where nothing that runs has changed, and a forged stamp is seen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+from restamp import Answer, fate_of
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.compile.sources import source_hash
+from skuda.kernels.catalog import built_in_registry
+from skuda.tools.verify.evidence import EvidenceFile
+from skuda.tools.verify.stamps import stamp
+
+REGISTRY = built_in_registry()
+HAD = Answer("old", "", "nvcc 13.0.88", "code", "launches")
+
+
+@pytest.mark.parametrize(
+    ("now", "base", "fate"),
+    [
+        (HAD, None, "unchanged"),
+        (HAD._replace(source_hash="new"), None, "stamped"),
+        (HAD._replace(source_hash="new", machine_code="other"), None, "stale"),
+        (HAD._replace(source_hash="new", launches="other"), None, "stale"),
+        (HAD._replace(source_hash="new", compiler="nvcc 13.1.2"), None, "compiled by another compiler"),
+        (HAD._replace(source_hash="new", compiler="x"), HAD._replace(compiler="x"), "stamped"),
+        (HAD._replace(source_hash="new", compiler="x", machine_code="y"), HAD._replace(compiler="x"), "stale"),
+        (HAD._replace(machine_code="other"), None, "wrong"),
+        (Answer(), None, "stale"),
+    ],
+)
+def test_the_fate_of_a_kernel(now, base, fate):
+    assert fate_of(HAD, now, base) == fate
+
+
+def test_records_have_the_launches_of_today_and_a_forged_stamp_is_seen(tmp_path):
+    record = next(
+        file for path in sorted((ROOT / "docs/evidence").glob("*verify*.json")) if (file := EvidenceFile.load(path))
+    )
+    made = [one for one in record.skus if one.launches][:3]
+    for one in made:
+        sku = REGISTRY.sku(one.sku)
+        if source_hash(sku)[:16] == one.source_hash:
+            backend = Dispatcher().backends[sku.backend]
+            found = stamp(sku, [c.problem for c in REGISTRY.ops[sku.op].cases], record.device, backend, compiles=False)
+            assert found.launches == one.launches
+    forged = record.model_copy(update={"skus": (made[0].model_copy(update={"launches": "0" * 16}),)})
+    forged.save(tmp_path / "f.json")
+    program = [
+        sys.executable,
+        str(ROOT / "tests/programs/restamp.py"),
+        "--check",
+        "1",
+        str(tmp_path / "h200-verify.json"),
+    ]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert f"{made[0].sku} has another stamp than its own sources" in done.stdout
