@@ -164,16 +164,20 @@ def _compared(had: Answer, now: Answer) -> Fate:
     return "stamped" if had.machine_code == now.machine_code else "stale"
 
 
-def fates(entries: Sequence[Entry], sample: int = 0, base: Tree | None = None) -> list[tuple[Fate, Answer]]:
+def fates(
+    entries: Sequence[Entry], sample: int = 0, base: Tree | None = None, *, fill: bool = False
+) -> list[tuple[Fate, Answer]]:
     """Return what has become of kernels, with the answers of this tree.
 
-    Kernels whose sources have changed are compared, and of the others those without a stamp and a random sample.
+    Kernels whose sources have changed are compared, and of the others a random sample; with `fill`, those without a
+    stamp get one.
     """
     registry = built_in_registry()
     today = [_source(registry, entry.question.sku) for entry in entries]
     equal = [at for at, (entry, now) in enumerate(zip(entries, today, strict=True)) if now == entry.had.source_hash]
     stamped = [at for at in equal if entries[at].had.launches]
-    kept = set(stamped) - set(random.sample(stamped, min(sample, len(stamped))))
+    kept = {at for at in equal if not fill or entries[at].had.launches}
+    kept -= set(random.sample(stamped, min(sample, len(stamped))))
     asked = [at for at in range(len(entries)) if at not in kept]
     questions = [entries[at].question for at in asked]
     answers, before = this_tree(_without_code(questions)), base(_without_code(questions)) if base else []
@@ -202,7 +206,9 @@ def _source(registry: Any, name: str) -> str:
 Record = EvidenceFile | BenchRecord
 
 
-def restamped(record: Record, sample: int = 0, base: Tree | None = None) -> tuple[Record, list[tuple[str, Fate]]]:
+def restamped(
+    record: Record, sample: int = 0, base: Tree | None = None, *, fill: bool = False
+) -> tuple[Record, list[tuple[str, Fate]]]:
     """Return a record with the hashes of today's sources where they give the same, and the fate of each kernel.
 
     Parameters
@@ -210,23 +216,30 @@ def restamped(record: Record, sample: int = 0, base: Tree | None = None) -> tupl
     record : EvidenceFile or BenchRecord
     sample : int
         How many kernels with unchanged sources are stamped again, to find a wrong stamp.
+    fill : bool
+        Whether kernels without a stamp get one.
     base : callable, optional
         See `fate_of`.
     """
     registry, meanings = built_in_registry(), {}
     kernels = record.skus if isinstance(record, EvidenceFile) else record.cases
     ours = [at for at, each in enumerate(kernels) if _backend(each.sku) in COMPILERS and each.source_hash]
-    found = fates([_entry(record, kernels[at]) for at in ours], sample, base)
+    found = fates([_entry(record, kernels[at]) for at in ours], sample, base, fill=fill)
     told, changed = [], list(kernels)
     for at, (found_fate, now) in zip(ours, found, strict=True):
         one, fate = kernels[at], found_fate
         update = {"source_hash": now.source_hash} if fate == "stamped" else {}
-        if fate == "stamped" and not one.launches and now.compiler == _entry(record, one).had.compiler:
+        if (
+            fate == "stamped"
+            and now.machine_code
+            and not one.launches
+            and now.compiler == _entry(record, one).had.compiler
+        ):
             update |= {"machine_code": now.machine_code, "launches": now.launches}
         if isinstance(one, SkuEvidence) and fate in {"unchanged", "stamped"}:
             op = registry.ops[one.sku.split(".")[1]]
             had, today = one.reference_hash, reference_hash(op)[:DIGITS]
-            if had != today or not one.meaning:
+            if had != today or (fill and not one.meaning):
                 meant = meanings[op.name] = meanings.get(op.name) or meaning(op)
                 means_it = one.meaning == meant if one.meaning else had == today
                 update = {**update, "reference_hash": today, "meaning": meant} if means_it else {}
@@ -257,6 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", metavar="N", type=int, help="stamp N unchanged kernels of each record, write nothing"
     )
+    parser.add_argument(
+        "--fill", action="store_true", help="stamp kernels without a stamp, whose sources are unchanged"
+    )
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.answer:
@@ -268,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record = EvidenceFile.load(path) or BenchRecord.files(path.parent).get(path)
             if record is None or isinstance(record.device, str):
                 continue
-            made, told = restamped(record, given.check or 0, base)
+            made, told = restamped(record, given.check or 0, base, fill=given.fill)
             counts = Counter(fate for _, fate in told)
             sys.stdout.write(f"{path.name}: {', '.join(f'{number} {fate}' for fate, number in counts.items())}\n")
             for sku in [sku for sku, fate in told if fate == "wrong"]:
