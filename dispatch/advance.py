@@ -21,8 +21,8 @@ from skuda.registry.errors import SkudaError
 from skuda.registry.sku import KernelSku
 
 if TYPE_CHECKING:
-    from skuda.dispatch.machine import Machine
     from skuda.dispatch.planner import Planner
+    from skuda.dispatch.runtime import Runtime
 
 _MOST_THREADS = 16
 
@@ -92,16 +92,16 @@ def rows_of(problem: Descriptor, most: int) -> Iterator[Rows]:
 
 
 def prepare_rows(
-    planner: Planner, machine: Machine, rows: Iterable[Rows], device: Device, progress: Progress | None = None
+    planner: Planner, runtime: Runtime, rows: Iterable[Rows], device: Device, progress: Progress | None = None
 ) -> Prepared:
     """Load the kernels that problems can choose on a device; see `Dispatcher.prepare_rows`."""
     start, compiled, found = perf_counter(), 0, 0
     failed: list[tuple[str, str]] = []
-    wanted = needed(planner, machine, rows, device) if device.processor == "cuda" else []
+    wanted = needed(planner, runtime, rows, device) if device.processor == "cuda" else []
     # Those with the most flags are products, which take the longest to compile.
-    wanted.sort(key=lambda each: -len(machine.kernel_of(each.sku, each.problem, device, each.choice)[0]))
+    wanted.sort(key=lambda each: -len(runtime.kernel_of(each.sku, each.problem, device, each.choice)[0]))
     with KERNELS.expected(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        ready = machine.make_ready
+        ready = runtime.make_ready
         running = {pool.submit(ready, each.sku, each.problem, device, each.choice): each for each in wanted}
         for done, future in enumerate(as_completed(running), 1):
             try:
@@ -115,7 +115,7 @@ def prepare_rows(
     return Prepared(len(wanted), compiled, found, tuple(failed), perf_counter() - start)
 
 
-def needed(planner: Planner, machine: Machine, rows: Iterable[Rows], device: Device) -> list[Needed]:
+def needed(planner: Planner, runtime: Runtime, rows: Iterable[Rows], device: Device) -> list[Needed]:
     """Return the kernels that problems can choose on a device, each once: a kernel is a SKU and its compiler flags."""
     found: dict[Hashable, Needed] = {}
     for each in dict.fromkeys(rows):
@@ -126,7 +126,7 @@ def needed(planner: Planner, machine: Machine, rows: Iterable[Rows], device: Dev
             pick = choose(problem)
             if pick is None or (pick == last and count <= alike):
                 continue
-            flags, more = machine.kernel_of(pick.sku, problem, device, pick.choice)
+            flags, more = runtime.kernel_of(pick.sku, problem, device, pick.choice)
             found.setdefault((pick.sku, flags), Needed(pick.sku, problem, pick.choice))
             last, alike = pick, max(count, more)
             if alike >= each.most and pick.sku is best:

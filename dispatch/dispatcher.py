@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from skuda.dispatch.advance import Prepared, Progress, Rows, prepare_rows
 from skuda.dispatch.backends.base import Backend, BackendStatus
-from skuda.dispatch.launches import Launches, Positions
-from skuda.dispatch.machine import Machine
+from skuda.dispatch.launch_cache import LaunchCache, PositionalCall
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.planner import Planner
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
+from skuda.dispatch.runtime import Runtime
 from skuda.dispatch.select import match
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, log_selection, logger_of
@@ -74,14 +74,14 @@ class Dispatcher:
         _check("nvtx", nvtx, bool, "be True, False or None")
         given = None if backends is None else _backends_of(backends)
         self._tuned = _tuned_by(tuning_file() if tuning is None else tuning, self.choices)
-        self._machine = Machine.found(registry, given)
-        self._launches = Launches()
+        self._runtime = Runtime.found(registry, given)
+        self._launches = LaunchCache()
         log = log_selection if logger_of("dispatch") is not None else None
         observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
         ranges = Ranges() if (nvtx_enabled() if nvtx is None else nvtx) else None
-        self._planner = Planner(self._machine, self._launches, self._tuned, observers, ranges, self.explain)
-        self._machine.changed = self._planner.forget
-        self.registry, self.backends = self._machine.registry, self._machine.backends
+        self._planner = Planner(self._runtime, self._launches, self._tuned, observers, ranges, self.explain)
+        self._runtime.changed = self._planner.forget
+        self.registry, self.backends = self._runtime.registry, self._runtime.backends
 
     @property
     def tuning(self) -> Tuning | None:
@@ -91,7 +91,7 @@ class Dispatcher:
     @property
     def plugins(self) -> tuple[Plugin, ...]:
         """The installed plug-ins."""
-        return self._machine.plugins
+        return self._runtime.plugins
 
     @property
     def quarantined(self) -> tuple[Plugin, ...]:
@@ -101,12 +101,12 @@ class Dispatcher:
     @property
     def status(self) -> dict[str, BackendStatus]:
         """Whether each registered backend works here."""
-        return self._machine.status
+        return self._runtime.status
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """The devices of this machine, best first: GPUs in their order, then the CPU."""
-        return self._machine.devices
+        return self._runtime.devices
 
     def select(
         self, problem: Descriptor, preference: PlanPreference | None = NO_PREFERENCE, device: Device | str | None = None
@@ -136,7 +136,7 @@ class Dispatcher:
         Unsupported
             If no kernel can serve the problem. The error carries every reason.
         """
-        return self._plan(*_checked(self._machine, problem, preference, device))
+        return self._plan(*_checked(self._runtime, problem, preference, device))
 
     def _plan(self, problem: Descriptor, preference: PlanPreference, device: Device) -> Plan:
         plan = self._planner.plan(problem, preference, device)
@@ -160,8 +160,8 @@ class Dispatcher:
         """
         rows, here = tuple(rows), HOST
         for each in rows:
-            _, _, here = _checked(self._machine, each.problem, None, device)
-        return prepare_rows(self._planner, self._machine, rows, here, progress)
+            _, _, here = _checked(self._runtime, each.problem, None, device)
+        return prepare_rows(self._planner, self._runtime, rows, here, progress)
 
     def recorded(self) -> AbstractContextManager[set[tuple[Descriptor, Device]]]:
         """Return a context whose value gets every problem that is planned inside, with its device."""
@@ -224,19 +224,19 @@ class Dispatcher:
             if result is not None:
                 return result
         try:
-            device = self._machine.device_of(type(problem).op_name(), arrays)
+            device = self._runtime.device_of(type(problem).op_name(), arrays)
         except (AttributeError, KeyError):
-            _checked(self._machine, problem, preference, HOST)
+            _checked(self._runtime, problem, preference, HOST)
             raise
         if preference is not NO_PREFERENCE and preference is not None:
-            problem, preference, device = _checked(self._machine, problem, preference, device)
+            problem, preference, device = _checked(self._runtime, problem, preference, device)
         return self._plan(problem, preference or NO_PREFERENCE, device).first_run(asked, arrays, stream)
 
     def first_run(
-        self, key: Hashable, problem: Descriptor, arrays: Mapping[str, Any], positions: Positions | None
+        self, key: Hashable, problem: Descriptor, arrays: Mapping[str, Any], positions: PositionalCall | None
     ) -> Any:
         """Run a call of an op of torch that no known launch serves; see `Plan.first_run`."""
-        plan = self._plan(problem, NO_PREFERENCE, self._machine.device_of(problem.op_name(), arrays))
+        plan = self._plan(problem, NO_PREFERENCE, self._runtime.device_of(problem.op_name(), arrays))
         return plan.first_run(key, arrays, None, positions)
 
     def explain(
@@ -249,13 +249,13 @@ class Dispatcher:
         InvalidProblem
             For an argument of the wrong type, or an unknown device.
         """
-        problem, preference, device = _checked(self._machine, problem, preference, device)
-        asked = (self.registry, problem, device, preference, self._machine.obstacles)
-        found = match.explain(*asked, self._machine.notes(problem, preference, device), tuned=self._tuned)
+        problem, preference, device = _checked(self._runtime, problem, preference, device)
+        asked = (self.registry, problem, device, preference, self._runtime.obstacles)
+        found = match.explain(*asked, self._runtime.notes(problem, preference, device), tuned=self._tuned)
         chosen = self.registry.sku(found.chosen or "")
         if chosen is None:
             return found
-        remarks = self._machine.remarks(chosen, problem, preference.part_of(device), found.choice)
+        remarks = self._runtime.remarks(chosen, problem, preference.part_of(device), found.choice)
         return found.model_copy(update={"notes": (*found.notes, *remarks)}) if remarks else found
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device | str | None) -> tuple[str, ...]:
@@ -270,8 +270,8 @@ class Dispatcher:
         """
         if not isinstance(sku, KernelSku):
             _refuse("sku", sku, "be a KernelSku, such as Registry.sku(...)")
-        problem, _, device = _checked(self._machine, problem, None, device)
-        return self._machine.choices(sku, problem, device)
+        problem, _, device = _checked(self._runtime, problem, None, device)
+        return self._runtime.choices(sku, problem, device)
 
     def describe(self, op: str, **fields: Any) -> Descriptor:
         """Build the descriptor of an op by its name.
@@ -289,7 +289,7 @@ class Dispatcher:
 
 
 def _checked(
-    machine: Machine, problem: object, preference: PlanPreference | None, device: Device | str | None
+    runtime: Runtime, problem: object, preference: PlanPreference | None, device: Device | str | None
 ) -> tuple[Descriptor, PlanPreference, Device]:
     """Return the arguments of a selection with their defaults.
 
@@ -301,14 +301,14 @@ def _checked(
         _refuse("problem", problem, "be a descriptor, such as Dispatcher.describe(op, ...)")
     _check("preference", preference, PlanPreference, "be a PlanPreference, such as PlanPreference(backend=...)")
     if isinstance(device, str):
-        device = _named(machine, device)
+        device = _named(runtime, device)
     _check("device", device, Device, "be a Device, the name of one, or None")
-    return problem, preference or NO_PREFERENCE, device or machine.devices[0]
+    return problem, preference or NO_PREFERENCE, device or runtime.devices[0]
 
 
-def _named(machine: Machine, name: str) -> Device:
+def _named(runtime: Runtime, name: str) -> Device:
     here: dict[str, Device] = {}
-    for device in machine.devices:
+    for device in runtime.devices:
         here.setdefault(device.processor, device)
         here[f"{device.processor}:{device.ordinal}"] = device
     found = here.get(name.strip().lower())

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
 
 from skuda.dispatch.backends.base import Runner
-from skuda.dispatch.launches import FirstRun, Launches, Positions
+from skuda.dispatch.launch_cache import FirstRun, LaunchCache, PositionalCall
 from skuda.dispatch.preference import PlanPreference
 from skuda.registry.descriptor import Argument, Descriptor
 from skuda.registry.device import Device
@@ -39,7 +39,7 @@ class _Prepared:
     """What makes a plan able to run."""
 
     runner: Runner
-    launches: Launches
+    launches: LaunchCache
     following: Callable[[], Plan | None]  # as in `Plan.prepared`
     failed: Callable[[BaseException], None] | None
 
@@ -84,7 +84,7 @@ class Plan(Value):
         following: Callable[[], Plan | None] = lambda: None,
         failed: Callable[[BaseException], None] | None = None,
         *,
-        launches: Launches | None = None,
+        launches: LaunchCache | None = None,
         choice: str = "",
         measured: str = "",
     ) -> Self:
@@ -96,7 +96,7 @@ class Plan(Value):
         """
         prepared = None
         if runner is not None:
-            prepared = _Prepared(runner, Launches() if launches is None else launches, following, failed)
+            prepared = _Prepared(runner, LaunchCache() if launches is None else launches, following, failed)
         chosen: dict[str, Any] = {"sku": sku, "problem": problem, "device": device, "preference": preference}
         fields = {**chosen, "choice": choice, "measured": measured}
         plan = cls.__new__(cls)
@@ -204,7 +204,7 @@ class Plan(Value):
         return self.first_run(None, arrays, stream)
 
     def first_run(
-        self, key: Hashable, arrays: Mapping[str, object], stream: object, positions: Positions | None = None
+        self, key: Hashable, arrays: Mapping[str, object], stream: object, positions: PositionalCall | None = None
     ) -> Any:
         """Run a call that no known launch serves. Keep a launch for calls like it.
 

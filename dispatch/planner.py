@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from skuda.dispatch.launches import Launches
-from skuda.dispatch.machine import Machine
+from skuda.dispatch.launch_cache import LaunchCache
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins.asking import Misbehaved
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
+from skuda.dispatch.runtime import Runtime
 from skuda.dispatch.select import match
 from skuda.dispatch.select.match import Pick
 from skuda.dispatch.system.locks import Locks, lock
@@ -30,7 +30,7 @@ _MOST_PLANS = 4096
 
 
 class Planner:
-    """Makes plans for a machine, each of them once.
+    """Makes plans for a runtime, each of them once.
 
     The plans use the cache `launches`. The times of `tuned` may change the choice. `observers` are called with a
     `Selection` after every selection. `ranges` makes NVTX ranges of launches. `explain` explains a selection by
@@ -39,14 +39,14 @@ class Planner:
 
     def __init__(
         self,
-        machine: Machine,
-        launches: Launches,
+        runtime: Runtime,
+        launches: LaunchCache,
         tuned: Tuned | None,
         observers: Iterable[Observer],
         ranges: Ranges | None,
         explain: Callable[[Descriptor, PlanPreference, Device], Explanation],
     ) -> None:
-        self._machine, self._launches, self._tuned = machine, launches, tuned
+        self._runtime, self._launches, self._tuned = runtime, launches, tuned
         self._observers, self._ranges, self._explain = tuple(observers), ranges, explain
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()  # finding the first key of a dict takes long
         self._lock = lock()
@@ -71,7 +71,7 @@ class Planner:
 
         That is None if the choice depends on the fields. They are not part of the functional key.
         """
-        registry, how = self._machine.registry, (device, NO_PREFERENCE, self._machine.obstacles)
+        registry, how = self._runtime.registry, (device, NO_PREFERENCE, self._runtime.obstacles)
         if self._tuned is not None:
             return (lambda each: match.choose(registry, each, *how, tuned=self._tuned)), None
         fitting = match.shortlist(registry, problem.key(), *how)
@@ -100,19 +100,19 @@ class Planner:
 
     def prepare(self, plan: Plan) -> Plan:
         """Return a plan with the same kernel that is ready here; see `Dispatcher.prepare`."""
-        machine, problem, device = self._machine, plan.problem, plan.device
+        runtime, problem, device = self._runtime, plan.problem, plan.device
         preference = plan.preference.model_copy(update={"sku": plan.sku.id})
-        found = match.choose(machine.registry, problem, device, preference, machine.obstacles)
+        found = match.choose(runtime.registry, problem, device, preference, runtime.obstacles)
         if found is None:
             raise Unsupported(self._explain(problem, preference, device))
-        if plan.choice and plan.choice not in machine.choices(found.sku, problem, device):
+        if plan.choice and plan.choice not in runtime.choices(found.sku, problem, device):
             raise NotPrepared(f"{plan.sku.id} has no configuration {plan.choice!r} any more: select again")
         pick = Pick(found.sku, plan.choice, plan.measured)
         try:
             make = partial(self._prepared, problem, preference, device, pick)
             ready = self._made((problem, preference, device, plan.choice), make)
         except Misbehaved as error:
-            machine.set_aside(error)
+            runtime.set_aside(error)
             raise Unsupported(self._explain(problem, preference, device)) from error
         assert ready is not None
         return ready
@@ -128,7 +128,7 @@ class Planner:
         self, key: Hashable, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None
     ) -> Plan | None:
         while True:
-            asked = (self._machine.registry, problem, device, preference, self._machine.obstacles)
+            asked = (self._runtime.registry, problem, device, preference, self._runtime.obstacles)
             choose = partial(match.choose, *asked, behind=behind, tuned=self._tuned)
             prepare = partial(self._prepared, problem, preference, device)
             watch = Watch(choose, prepare) if self._observers else None
@@ -136,7 +136,7 @@ class Planner:
                 return self._made(key, watch or partial(_chosen, choose, prepare))
             except Misbehaved as error:
                 # Its kernels are refused from now on, so the next kernel of the ranking is chosen.
-                self._machine.set_aside(error)
+                self._runtime.set_aside(error)
             finally:
                 # Only after the lock is released, because an observer may ask for the same plan.
                 if watch is not None and watch.times is not None:
@@ -168,14 +168,14 @@ class Planner:
             return self._plans.setdefault(key, plan)
 
     def _prepared(self, problem: Descriptor, preference: PlanPreference, device: Device, pick: Pick) -> Plan:
-        sku, machine = pick.sku, self._machine
+        sku, runtime = pick.sku, self._runtime
         part = preference.part_of(device) if preference.spare_multiprocessors else device
-        choice = machine.choice_within(sku, problem, part, pick.choice, preference.max_workspace_bytes)
-        runner = machine.prepared(sku, problem, part, choice) if device.ordinal is not None else None
+        choice = runtime.choice_within(sku, problem, part, pick.choice, preference.max_workspace_bytes)
+        runner = runtime.prepared(sku, problem, part, choice) if device.ordinal is not None else None
         if runner is not None and self._ranges is not None:
             runner = self._ranges.round(runner, sku)
-        following, plugin = partial(self.plan, problem, preference, device, sku), machine.plugin_of(sku)
-        failed = None if plugin is None else partial(machine.launch_failed, sku, plugin)
+        following, plugin = partial(self.plan, problem, preference, device, sku), runtime.plugin_of(sku)
+        failed = None if plugin is None else partial(runtime.launch_failed, sku, plugin)
         measured = pick.reason if choice == pick.choice else ""
         return Plan.prepared(
             sku,

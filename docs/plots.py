@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from skuda.tools.bench.record import BenchRecord
 from skuda.tools.bench.report import compared
 from skuda.tools.files import write_whole
+from skuda.tools.frame.record import Record
 from skuda.tools.studies.commands import records
 from skuda.tools.studies.model import INT8_ALL, ModelRecord
-from skuda.tools.study.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 _SHOWN = re.compile(r"evidence/([\w-]+/[\w-]+\.svg)")

@@ -22,8 +22,8 @@ from pathlib import Path
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.cli import main
 from skuda.tools.files import write_whole
+from skuda.tools.frame.view import markdown_table
 from skuda.tools.show.kernels import elements_of, evidence_words, judge_of, legend
-from skuda.tools.study.view import markdown_table
 from skuda.tools.verify.evidence import load_records
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -74,7 +74,7 @@ def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ..
     return shape
 
 
-class Axis(NamedTuple):
+class DeclaredAxis(NamedTuple):
     """One axis of a declared shape.
 
     Attributes
@@ -141,7 +141,7 @@ class ArgumentSpec:
         return self.required and self.role is not Role.OUTPUT
 
     @cached_property
-    def shape(self) -> tuple[Axis, ...]:
+    def shape(self) -> tuple[DeclaredAxis, ...]:
         """The axes, read from the text.
 
         Raises
@@ -151,7 +151,7 @@ class ArgumentSpec:
         """
         whole = _WHOLE.fullmatch(self.axes.strip())
         if whole:
-            return (Axis(whole[1], whole=True),)
+            return (DeclaredAxis(whole[1], whole=True),)
         return tuple(_axis(part.strip()) for part in self.axes.split(",")) if self.axes else ()
 
     @cached_property
@@ -203,13 +203,13 @@ class ArgumentSpec:
         return Argument(self.name, self.role, elements, shape, self.flat, self.required)
 
 
-def _axis(text: str) -> Axis:
+def _axis(text: str) -> DeclaredAxis:
     found = _AXIS.fullmatch(text)
     if found is None or (found["before"] and found["after"]):
         raise ValueError(text)
     if found["number"]:
-        return Axis("", int(found["number"]))
-    return Axis(found["name"], int(found["before"] or found["after"] or 1))
+        return DeclaredAxis("", int(found["number"]))
+    return DeclaredAxis(found["name"], int(found["before"] or found["after"] or 1))
 
 
 def existing(signature: Iterable[ArgumentSpec], fields: Mapping[str, Any]) -> Iterable[ArgumentSpec]:

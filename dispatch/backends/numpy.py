@@ -11,7 +11,7 @@ from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.host.binding import Binding
 from skuda.dispatch.host.floating import require_exact_mode
 from skuda.dispatch.host.launcher import host_launch, host_launch_at_positions
-from skuda.dispatch.launches import FirstRun, Positions
+from skuda.dispatch.launch_cache import FirstRun, PositionalCall
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import HOST, Device
@@ -55,7 +55,7 @@ class HostRunner:
         arrays: Mapping[str, object],
         stream: object,
         failed: Callable[[BaseException], None],
-        positions: Positions | None,
+        positions: PositionalCall | None,
     ) -> FirstRun:
         """Run, and return a launch for calls like this one, which passes its errors to `failed` before it raises them.
 

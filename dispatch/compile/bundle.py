@@ -26,7 +26,7 @@ from typing import Annotated, BinaryIO
 from pydantic import Field
 
 from skuda.dispatch.compile.cubin import Kernel, read_kernels
-from skuda.dispatch.compile.member import SCHEMA, Key, Member, Text, validated
+from skuda.dispatch.compile.member import SCHEMA, CubinRecord, Key, Text, validated
 from skuda.dispatch.system.files import open_regular, shared
 from skuda.dispatch.system.writing import check_place, replacing
 from skuda.registry.errors import BundleError, InvalidRecord
@@ -50,7 +50,7 @@ class Manifest(Value):
 
     skuda: Text  # the version that made it
     cubins: Integer  # schema version of the cubins' keys, the same as that of the cubin cache
-    members: Annotated[tuple[Member, ...], Field(max_length=MOST_CUBINS)]
+    members: Annotated[tuple[CubinRecord, ...], Field(max_length=MOST_CUBINS)]
     """The cubins, in the order in which they are stored."""
 
 
@@ -62,7 +62,7 @@ class Bundle:
 
     def __init__(self, path: Path, manifest: Manifest, size: int) -> None:
         self.path, self.manifest, self.size = path, manifest, size
-        self._found: dict[Key, list[Member]] = {}
+        self._found: dict[Key, list[CubinRecord]] = {}
         self._starts: dict[tuple[Key, str], int] = {}
         start = size - sum(member.size for member in manifest.members)
         for member in manifest.members:
@@ -73,7 +73,7 @@ class Bundle:
             self._starts[key, member.compiler] = start
             start += member.size
 
-    def find(self, key: Key, compiler: str | None = None) -> Member | None:
+    def find(self, key: Key, compiler: str | None = None) -> CubinRecord | None:
         """Return the cubin of a key, preferably by this compiler, else by any, or None."""
         found = self._found.get(key, [])
         return next((member for member in found if member.compiler == compiler), found[0] if found else None)
@@ -82,7 +82,7 @@ class Bundle:
         """Return whether it holds any cubin for a backend."""
         return any(member.backend == backend for member in self.manifest.members)
 
-    def read(self, member: Member) -> bytes:
+    def read(self, member: CubinRecord) -> bytes:
         """Return the bytes of a cubin.
 
         Raise `BundleError` if the file can no longer be read, or the cubin's checksum is wrong.
@@ -97,7 +97,7 @@ class Bundle:
             raise BundleError(self.path, f"the checksum of the cubin of {member.sku} is wrong; {_AGAIN}")
         return cubin
 
-    def load(self, member: Member) -> tuple[bytes, dict[str, Kernel]]:
+    def load(self, member: CubinRecord) -> tuple[bytes, dict[str, Kernel]]:
         """Return the bytes of a cubin, and the properties of its kernels.
 
         Raise `BundleError` as `read`, and if the bytes are not a cubin.
@@ -122,7 +122,7 @@ class Bundle:
     def lacks(self, key: Key, file: str) -> str:
         """Return why the bundle lacks a key. `file` is the kernel's ``package:file`` source."""
         made = f"it was made by skuda {self.manifest.skuda} from other sources of {file}"
-        left: Sequence[Member] = self.manifest.members
+        left: Sequence[CubinRecord] = self.manifest.members
         for name, wanted, message in (
             ("backend", key.backend, f"it holds nothing for the backend {key.backend}"),
             ("arch", key.arch, f"it holds nothing for {key.arch} under the backend {key.backend}"),
@@ -208,7 +208,7 @@ def _refuse_another(path: Path, file: BinaryIO, head: bytes, pin: str) -> None:
         raise BundleError(path, f"{message}; name the file that is meant")
 
 
-def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]]) -> Path:
+def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[CubinRecord, bytes]]) -> Path:
     """Write a bundle atomically and return its path; the same cubins give the same bytes.
 
     Raise `BundleError` if the file cannot be written, exists and is not a bundle, or would exceed the limits. Only an

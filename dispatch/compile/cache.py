@@ -6,7 +6,7 @@ only entries of that compiler; a machine without one uses those of any. The layo
 
     skuda cubin 2
     <sha256 of the facts>
-    <the facts: a `Member` in JSON, with the size and the sha256 of the cubin>
+    <the facts: a `CubinRecord` in JSON, with the size and the sha256 of the cubin>
     <the cubin>
 
 Checksums cover every byte, and a single rename publishes an entry. If the cache cannot be written, is full or belongs
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from skuda.dispatch.compile.member import LARGEST_CUBIN, Key, Member, validated
+from skuda.dispatch.compile.member import LARGEST_CUBIN, CubinRecord, Key, validated
 from skuda.dispatch.settings import cache_directory
 from skuda.dispatch.system.files import open_regular, shared
 from skuda.registry.errors import InvalidRecord
@@ -59,7 +59,7 @@ class CacheEntry(NamedTuple):
     """One entry of the cache, or something else in its place."""
 
     path: Path  # path of the file
-    facts: Member | None  # the facts stored with the cubin; None if it would not be used
+    facts: CubinRecord | None  # the facts stored with the cubin; None if it would not be used
     trouble: str  # why it would not be used; empty if it would be
     size: int  # size on disk in bytes
     written: float  # time of the last change, in seconds since the epoch
@@ -79,7 +79,7 @@ class CubinCache:
 
         `compiler` is the identity of the compiler that `build` uses; None if there is none, and entries of any compiler
         may be used. `build` returns the cubin. It is called at most once; locks keep other threads and processes from
-        building it too. `sku` and `file` are for the record; see `Member`.
+        building it too. `sku` and `file` are for the record; see `CubinRecord`.
         """
         notes: list[str] = []
         cubin = self._read_any(key, compiler, notes)
@@ -196,7 +196,9 @@ class CubinCache:
     def _publish(self, key: Key, compiler: str, cubin: bytes, named: tuple[str, str], notes: list[str]) -> None:
         temporary = None
         try:
-            facts = Member.of(key, cubin, sku=named[0], file=named[1], compiler=compiler).model_dump_json().encode()
+            facts = (
+                CubinRecord.of(key, cubin, sku=named[0], file=named[1], compiler=compiler).model_dump_json().encode()
+            )
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=_UNFINISHED)
             with os.fdopen(handle, "wb") as file:
@@ -254,7 +256,7 @@ def _stem(compiler: str) -> str:
     return hashlib.sha256(compiler.encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> tuple[Member, bytes] | str:
+def _read(path: Path) -> tuple[CubinRecord, bytes] | str:
     """Return (facts, cubin), or a description of the defect; ``absent`` if there is nothing."""
     try:
         with open_regular(path, follow=False) as file:
@@ -275,7 +277,7 @@ def _read(path: Path) -> tuple[Member, bytes] | str:
     if hashlib.sha256(facts).hexdigest() != head[1].decode():
         return "the checksum of its facts is wrong"
     try:
-        member = validated(Member, facts)
+        member = validated(CubinRecord, facts)
     except ValueError as error:
         return f"its facts are wrong: the record {error}"
     if not member.holds(cubin):

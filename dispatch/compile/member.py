@@ -1,4 +1,4 @@
-"""`Key`: identifies a compiled kernel. `Member`: its record in the cache and in bundles."""
+"""`Key`: identifies a compiled kernel. `CubinRecord`: its record in the cache and in bundles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Key(NamedTuple):
         return hashlib.sha256(json.dumps([SCHEMA, *self]).encode()).hexdigest()[:32]
 
 
-class Member(Value):
+class CubinRecord(Value):
     """One cubin of the cache or of a bundle."""
 
     sku: Text  # id of the kernel, or of one of several that share the cubin

@@ -17,7 +17,7 @@ import numpy as np
 
 from skuda.dispatch.cuda import dlpack
 from skuda.dispatch.cuda.facts import (
-    Facts,
+    ArrayFacts,
     Framework,
     Guard,
     JointCheck,
@@ -37,7 +37,7 @@ class Torch(Framework):
 
     name = "torch"
 
-    def facts(self, value: Any) -> Facts:
+    def facts(self, value: Any) -> ArrayFacts:
         """Return a tensor's facts."""
         torch, kind = sys.modules["torch"], type(value)
         value = plain_tensor(value)
@@ -50,9 +50,9 @@ class Torch(Framework):
         ordinal = value.get_device() if value.is_cuda else None
         address = value.data_ptr() if ordinal is not None else 0
         element = _torch_elements().get(value.dtype)
-        return Facts(address, element, str(value.dtype), tuple(value.shape), value.stride(), ordinal)
+        return ArrayFacts(address, element, str(value.dtype), tuple(value.shape), value.stride(), ordinal)
 
-    def guard(self, value: Any, facts: Facts) -> Guard:
+    def guard(self, value: Any, facts: ArrayFacts) -> Guard:
         """Return a check that reads six attributes."""
         if not is_plain_tensor(value):
             kind, inner = type(value), self.guard(plain_tensor(value), facts)
@@ -129,14 +129,14 @@ class Cupy(Framework):
 
     name = "cupy"
 
-    def facts(self, value: Any) -> Facts:
+    def facts(self, value: Any) -> ArrayFacts:
         """Return an ndarray's facts."""
         size = value.dtype.itemsize
         strides = in_elements(value.strides, size)
         element = element_of(value.dtype)
-        return Facts(value.data.ptr, element, str(value.dtype), value.shape, strides, value.data.device_id)
+        return ArrayFacts(value.data.ptr, element, str(value.dtype), value.shape, strides, value.data.device_id)
 
-    def guard(self, value: Any, facts: Facts) -> Guard:
+    def guard(self, value: Any, facts: ArrayFacts) -> Guard:
         """Return a check that reads five attributes."""
         kind, dtype, shape, strides, ordinal = type(value), value.dtype, value.shape, value.strides, facts.ordinal
 
@@ -177,12 +177,12 @@ class PycudaArray(Framework):
 
     name = "pycuda"
 
-    def facts(self, value: Any) -> Facts:
+    def facts(self, value: Any) -> ArrayFacts:
         """Return a GPUArray's facts; the driver reports its device."""
         strides = in_elements(value.strides, value.dtype.itemsize)
         address = int(value.gpudata) if value.gpudata is not None else 0
         ordinal = ordinal_asked(address, value.size)
-        return Facts(address, element_of(value.dtype), str(value.dtype), value.shape, strides, ordinal)
+        return ArrayFacts(address, element_of(value.dtype), str(value.dtype), value.shape, strides, ordinal)
 
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:  # noqa: ARG002  PyCUDA's memory belongs to no stream
         """Return a new GPUArray, in the PyCUDA context that is active or the primary one."""
@@ -203,7 +203,7 @@ class Standard(Framework):
     name = "the array's library"
     borrows = True
 
-    def facts(self, value: Any) -> Facts:
+    def facts(self, value: Any) -> ArrayFacts:
         """Return an array's facts."""
         interface = getattr(value, "__cuda_array_interface__", None)
         if interface is None:
@@ -222,15 +222,15 @@ class Standard(Framework):
         strides = dlpack.dense_strides(shape) if given is None else in_elements(tuple(given), size)
         count = math.prod(shape)
         ordinal = ordinal_said(value) if hasattr(value, "__dlpack_device__") else ordinal_asked(address, count)
-        return Facts(address, element, kind, shape, strides, ordinal, bool(read_only), interface.get("stream"))
+        return ArrayFacts(address, element, kind, shape, strides, ordinal, bool(read_only), interface.get("stream"))
 
-    def _from_dlpack(self, value: Any) -> Facts:
+    def _from_dlpack(self, value: Any) -> ArrayFacts:
         if not hasattr(value, "__dlpack__"):
             raise Refused(f"a {type(value).__name__}", "be an array (CUDA array interface or DLPack)")
         if ordinal_said(value) is None:
-            return Facts(0, None, type(value).__name__, (), (), None)
+            return ArrayFacts(0, None, type(value).__name__, (), (), None)
         found = dlpack.read(value.__dlpack__())
-        return Facts(found.address, found.element, found.kind, found.shape, found.strides, found.device[1])
+        return ArrayFacts(found.address, found.element, found.kind, found.shape, found.strides, found.device[1])
 
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
         """Return a new array of torch or CuPy, whichever the program has imported.
@@ -246,7 +246,7 @@ class Jax(Standard):
     name = "jax"
     waits = True
 
-    def facts(self, value: Any) -> Facts:
+    def facts(self, value: Any) -> ArrayFacts:
         """Return an array's facts, once it is computed."""
         value.block_until_ready()
         return self._from_dlpack(value)._replace(read_only=True)

@@ -1,7 +1,7 @@
 """Checks the device arrays of a call, and maps their values to the parameters of the kernel.
 
-`Binder.bind` checks a call in full and returns a `Call`. `skuda.dispatch.cuda.launcher` makes a function of it, which
-recognizes the next call like it and launches.
+`Binder.bind` checks a call in full and returns a `CheckedCall`. `skuda.dispatch.cuda.launcher` makes a function of it,
+which recognizes the next call like it and launches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 from skuda.dispatch.cuda.arrays import framework_of, standard
 from skuda.dispatch.cuda.dlpack import dense_strides
-from skuda.dispatch.cuda.facts import ANYWHERE, Facts, Framework, Guard, JointCheck, Refused
+from skuda.dispatch.cuda.facts import ANYWHERE, ArrayFacts, Framework, Guard, JointCheck, Refused
 from skuda.dispatch.cuda.packing import packable
 from skuda.dispatch.cuda.tensor_maps import refuse_unaligned
-from skuda.dispatch.cuda.views import Layout, common_view, is_contiguous, matrix_view
+from skuda.dispatch.cuda.views import ViewedArray, common_view, is_contiguous, matrix_view
 from skuda.dispatch.host import rules
 from skuda.dispatch.host.floating import IS_NEAREST, require_exact_mode
-from skuda.dispatch.launches import Positions
+from skuda.dispatch.launch_cache import PositionalCall
 from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, TensorMap, Which
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
@@ -35,7 +35,7 @@ _SMALL, _LARGE = 2.0**-126, 2.0**127
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Clash(NamedTuple):
+class Overlap(NamedTuple):
     """Two arrays that must not overlap, one of which is written."""
 
     written: int  # indices of their addresses among the values
@@ -45,7 +45,7 @@ class Clash(NamedTuple):
     equal: bool  # whether they may be exactly the same array
 
 
-class Given(NamedTuple):
+class GuardedArgument(NamedTuple):
     """One argument that was given."""
 
     name: str  # the argument
@@ -55,7 +55,7 @@ class Given(NamedTuple):
     not called."""
 
 
-class Made(NamedTuple):
+class NewOutput(NamedTuple):
     """An output that was left out."""
 
     name: str  # the argument
@@ -64,7 +64,7 @@ class Made(NamedTuple):
     address: Callable[[Any], int]  # returns the address of such an array
 
 
-class Joint(NamedTuple):
+class JointGuard(NamedTuple):
     """Arrays of one library (the indices of their arguments) that one check recognizes."""
 
     members: tuple[int, ...]
@@ -72,14 +72,14 @@ class Joint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CheckedCall:
     """A call that was checked in full. It holds none of the caller's arrays."""
 
-    given: tuple[Given, ...]  # every argument that was given
-    joint: tuple[Joint, ...]  # arrays that one check recognizes together
-    clashes: tuple[Clash, ...]  # pairs that must not overlap
+    given: tuple[GuardedArgument, ...]  # every argument that was given
+    joint: tuple[JointGuard, ...]  # arrays that one check recognizes together
+    clashes: tuple[Overlap, ...]  # pairs that must not overlap
     aligned: tuple[int, ...]  # arguments whose addresses must be multiples of 16 bytes
-    made: tuple[Made, ...]
+    made: tuple[NewOutput, ...]
     """The outputs to allocate. Their addresses follow the values."""
     indices: tuple[Sequence[int], ...]
     """For every step: the index of each parameter among the values, the new addresses, the scratch addresses and the
@@ -144,7 +144,7 @@ class Binder:
     def _pointers(self) -> set[str]:
         return {p.name for p in self._parameters if isinstance(p, (Pointer, TensorMap))}
 
-    def bind(self, arrays: Mapping[str, Any]) -> Call:
+    def bind(self, arrays: Mapping[str, Any]) -> CheckedCall:
         """Check the arguments of a call in full.
 
         Raise `InvalidProblem` for a missing, unknown or unsuitable argument; `Unaligned` if another kernel may accept
@@ -153,7 +153,7 @@ class Binder:
         require_exact_mode()
         rules.refuse_unknown(self._op, self._arguments, arrays)
         frameworks: dict[str, Framework] = {}
-        facts: dict[str, Facts] = {}
+        facts: dict[str, ArrayFacts] = {}
         for argument in self._arguments:
             value = arrays.get(argument.name)
             if value is None or (argument.is_scalar and isinstance(value, (bool, int, float, np.generic))):
@@ -168,7 +168,7 @@ class Binder:
         framework = next(iter(frameworks.values()), standard())
         given = tuple(self._given(arrays, facts, frameworks, shapes))
         made = tuple(
-            Made(
+            NewOutput(
                 a.name, self._maker(a, shapes[a.name], framework), _address if framework.borrows else framework.address
             )
             for a in self._arguments
@@ -182,7 +182,7 @@ class Binder:
             distance = views[2].get(name, found.shape[-1]) if found.shape[0] > 1 else 0
             refuse_unaligned(self._op, name, found.address, distance * ((found.element or ElementKind.U8).bits // 8))
         indices, constants = self._indices(names, [each.name for each in made], facts, views, which)
-        return Call(
+        return CheckedCall(
             given=given,
             joint=tuple(_groups(names, arrays, frameworks)),
             clashes=tuple(self._clashes(names, places)),
@@ -195,7 +195,7 @@ class Binder:
             placed=any(found.ordinal == self._ordinal for found in facts.values()),
         )
 
-    def at_positions(self, call: Call, positions: Positions) -> Call | None:
+    def at_positions(self, call: CheckedCall, positions: PositionalCall) -> CheckedCall | None:
         """Return a call for arrays of other shapes in the same memory. Return None if nothing recognizes them."""
         members = tuple(at for at, one in enumerate(call.given) if one.name in positions.arrays)
         check = call.framework.joint_check(tuple(positions.arrays[call.given[at].name] for at in members))
@@ -207,12 +207,12 @@ class Binder:
             each._replace(make=call.framework.maker(positions.shapes[each.name], elements[each.name], self._ordinal))
             for each in call.made
         )
-        return replace(call, joint=(Joint(members, check),), made=made)
+        return replace(call, joint=(JointGuard(members, check),), made=made)
 
     def _refuse(self, name: str, had: str, must: str) -> NoReturn:
         raise InvalidProblem(self._op, name, had, must)
 
-    def _facts(self, argument: Argument, value: Any, framework: Framework) -> Facts:
+    def _facts(self, argument: Argument, value: Any, framework: Framework) -> ArrayFacts:
         name = argument.name
         try:
             found = framework.facts(value)
@@ -225,7 +225,7 @@ class Binder:
             self._refuse(name, f"an array on {where}", f"be on cuda:{self._ordinal}, where this plan runs")
         return found
 
-    def _checked(self, argument: Argument, found: Facts, shape: tuple[int, ...]) -> int:
+    def _checked(self, argument: Argument, found: ArrayFacts, shape: tuple[int, ...]) -> int:
         """Check one array by itself. Return the index of its element among the accepted ones."""
         name, stored = argument.name, [storage_element(element) for element in argument.elements]
         if found.element not in stored:
@@ -249,7 +249,7 @@ class Binder:
             self._refuse(name, f"strides {found.strides} for shape {found.shape}", rule)
         return which
 
-    def _stream(self, framework: Framework, facts: Mapping[str, Facts]) -> Callable[[], int]:
+    def _stream(self, framework: Framework, facts: Mapping[str, ArrayFacts]) -> Callable[[], int]:
         """Return a getter of the current stream. All arrays whose owners report a stream must report the same one."""
         named = {found.stream if found.stream != 1 else 0 for found in facts.values() if found.stream is not None}
         if len(named) > 1:
@@ -263,13 +263,17 @@ class Binder:
         return framework.current_stream(self._ordinal)
 
     def _given(
-        self, arrays: Mapping[str, Any], facts: Mapping[str, Facts], frameworks: Mapping[str, Framework], shapes: Shapes
-    ) -> list[Given]:
-        given: list[Given] = []
+        self,
+        arrays: Mapping[str, Any],
+        facts: Mapping[str, ArrayFacts],
+        frameworks: Mapping[str, Framework],
+        shapes: Shapes,
+    ) -> list[GuardedArgument]:
+        given: list[GuardedArgument] = []
         for argument in self._arguments:
             name, value = argument.name, arrays.get(argument.name)
             if name in facts:
-                given.append(Given(name, frameworks[name].guard(value, facts[name])))
+                given.append(GuardedArgument(name, frameworks[name].guard(value, facts[name])))
             elif value is not None:
                 if name in self._pointers and name not in self._numbers:
                     self._refuse(name, shown(value), "be an array of one element: this kernel takes no number")
@@ -277,10 +281,10 @@ class Binder:
             elif argument.required and argument.role is not Role.OUTPUT:
                 self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shapes[name])}")
             elif name in arrays:
-                given.append(Given(name, _absent))
+                given.append(GuardedArgument(name, _absent))
         return given
 
-    def _number(self, argument: Argument, value: Any) -> Given:
+    def _number(self, argument: Argument, value: Any) -> GuardedArgument:
         """Return how a number becomes its packed value. A number clearly in range is passed unchanged."""
         rules.number(self._op, argument, value)
         element = argument.elements[0]
@@ -299,7 +303,7 @@ class Binder:
         elif element is packed and element in {ElementKind.F32, ElementKind.F64}:
             plainly = f"type({{0}}) is float and ({_SMALL} < {{0}} < {_LARGE} or -{_LARGE} < {{0}} < -{_SMALL})"
             plainly += f" and {IS_NEAREST}"  # it is rounded when it is packed
-        return Given(argument.name, convert, plainly)
+        return GuardedArgument(argument.name, convert, plainly)
 
     def _maker(self, argument: Argument, shape: tuple[int, ...], framework: Framework) -> Callable[[int | None], Any]:
         stored, element = storage_shape(shape, argument.elements[0]), storage_element(argument.elements[0])
@@ -319,7 +323,7 @@ class Binder:
 
         return make
 
-    def _clashes(self, names: list[str], places: Mapping[str, rules.StridedMemory]) -> list[Clash]:
+    def _clashes(self, names: list[str], places: Mapping[str, rules.StridedMemory]) -> list[Overlap]:
         written = [a.name for a in self._arguments if a.role in rules.WRITTEN and a.name in places]
         found = []
         for target in written:
@@ -330,14 +334,14 @@ class Binder:
                     continue
                 equal = self._in_place and name not in written and one[1:] == other[1:]
                 (one_low, one_high), (low, high) = one.span, other.span
-                found.append(Clash(names.index(target), names.index(name), low - one_high, high - one_low, equal))
+                found.append(Overlap(names.index(target), names.index(name), low - one_high, high - one_low, equal))
         return found
 
     def _indices(  # noqa: C901  one case for each kind of parameter
         self,
         given: list[str],
         made: list[str],
-        facts: Mapping[str, Facts],
+        facts: Mapping[str, ArrayFacts],
         view: tuple[int, int, dict[str, int]],
         which: Mapping[str, int],
     ) -> tuple[list[list[int]], tuple[Any, ...]]:
@@ -378,14 +382,14 @@ class Binder:
         indices = [[at for one in step.parameters for at in places(one)] for step in self._launch.steps]
         return indices, tuple(constants)
 
-    def _views(self, facts: Mapping[str, Facts], shapes: Shapes) -> tuple[int, int, dict[str, int]]:
+    def _views(self, facts: Mapping[str, ArrayFacts], shapes: Shapes) -> tuple[int, int, dict[str, int]]:
         """Return rows and columns of the common view, and every leading stride that a parameter needs."""
         layouts = {}
         for argument in self._arguments:
             name, element = argument.name, argument.elements[0]
             if name in self._launch.view or name in self._leading:
                 own = facts[name].strides if name in facts else dense_strides(storage_shape(shapes[name], element))
-                layouts[name] = Layout(own, element.is_packed)
+                layouts[name] = ViewedArray(own, element.is_packed)
         leading: dict[str, int] = {}
         for name in layouts.keys() - set(self._launch.view):
             leading |= matrix_view(self._op, shapes[name], name, layouts[name]).leading
@@ -396,13 +400,13 @@ class Binder:
         return rows, columns, leading | strides
 
 
-def _groups(names: list[str], arrays: Mapping[str, Any], frameworks: Mapping[str, Framework]) -> Iterator[Joint]:
+def _groups(names: list[str], arrays: Mapping[str, Any], frameworks: Mapping[str, Framework]) -> Iterator[JointGuard]:
     """Yield, for each library, its arrays if one check recognizes all of them."""
     for framework in dict.fromkeys(frameworks.values()):
         members = tuple(at for at, name in enumerate(names) if frameworks.get(name) is framework)
         how = framework.joint_check(tuple(arrays[names[at]] for at in members))
         if how is not None:
-            yield Joint(members, how)
+            yield JointGuard(members, how)
 
 
 def _address(array: Any) -> int:
@@ -414,6 +418,6 @@ def _absent(value: Any) -> int | None:
     return 0 if value is None else None
 
 
-def _place(found: Facts) -> rules.StridedMemory:
+def _place(found: ArrayFacts) -> rules.StridedMemory:
     size = found.element.bits // 8 if found.element is not None else 1
     return rules.StridedMemory(found.address, found.shape, tuple(stride * size for stride in found.strides), size)

@@ -23,7 +23,7 @@ _CUDA_KINDS = frozenset({2, 13})  # DLPack: device memory, managed memory
 _STORED = ("f16", "bf16", "f32", "f64", "s8", "u8", "s32", "u32", "s64")
 
 
-class Facts(NamedTuple):
+class ArrayFacts(NamedTuple):
     """The facts about an array that a launch needs."""
 
     address: int  # address of the first element
@@ -66,7 +66,7 @@ class Framework(ABC):
     """Whether another library allocates its arrays; that library's current stream is not the stream of the work."""
 
     @abstractmethod
-    def facts(self, value: Any) -> Facts:
+    def facts(self, value: Any) -> ArrayFacts:
         """Return an array's facts, without a copy. Raise `Refused` if it is not plain device memory."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Framework(ABC):
         """Return the address of an array that `empty` made."""
         return self.facts(value).address
 
-    def guard(self, value: Any, facts: Facts) -> Guard:
+    def guard(self, value: Any, facts: ArrayFacts) -> Guard:
         """Return a cheap check that another array has the same facts except for its address."""
         kind, layout = type(value), facts[1:]
         size = facts.element.bits // 8 if facts.element is not None else 1

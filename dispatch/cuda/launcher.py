@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from skuda.dispatch.cuda.call import Call
+from skuda.dispatch.cuda.call import CheckedCall
 from skuda.dispatch.cuda.facts import Framework
 from skuda.dispatch.cuda.tensor_maps import UNIT
 from skuda.dispatch.host.floating import SUMMANDS
-from skuda.dispatch.launches import Launch, Positions
+from skuda.dispatch.launch_cache import CachedLaunch, PositionalCall
 from skuda.registry.errors import Unaligned
 
 Send = Callable[[tuple[Any, ...], int, object], None]
@@ -43,7 +43,7 @@ class Sender(Protocol):
         """Repeat a run in which a step failed with `error`, or raise."""
 
 
-class Way(NamedTuple):
+class LaunchSetup(NamedTuple):
     """How a plan launches, whatever the call."""
 
     sender: Sender  # enqueues the steps
@@ -57,7 +57,7 @@ class Way(NamedTuple):
     failed: Callable[[BaseException], None]  # called with an error, before it is raised
 
 
-def launch_of(call: Call, way: Way, positions: Positions | None = None) -> Launch:
+def launch_of(call: CheckedCall, setup: LaunchSetup, positions: PositionalCall | None = None) -> CachedLaunch:
     """Return the function that recognizes calls like `call` and launches them.
 
     It takes the arrays by name and the caller's stream. With `positions` it takes the arrays by position.
@@ -75,18 +75,22 @@ def launch_of(call: Call, way: Way, positions: Positions | None = None) -> Launc
         parameters = ", ".join(words)
         refused = [positions.unless, *(f"{word} is not None" for word in words if word.startswith("o"))]
         lines = [f"if {' or '.join(refused)}:", "    return None", "stream = None"]
-    lines += [*_checks(call, known), *_launch(call, way, known), f"    return {_result(call, way, known, positions)}"]
+    lines += [
+        *_checks(call, known),
+        *_launch(call, setup, known),
+        f"    return {_result(call, setup, known, positions)}",
+    ]
     # An array that only this kernel cannot read is no error: the caller runs the next kernel.
     lines += ["except Unaligned:", "    return None"]
     lines.append("except BaseException as error:")
-    if way.place is not None:
+    if setup.place is not None:
         lines.append("    held = None")  # an error keeps the variables of the functions that it has left
     lines += ["    failed(error)", "    raise"]
-    made: Launch = _maker(tuple(known), parameters, "\n".join(lines))(*known.values())
+    made: CachedLaunch = _maker(tuple(known), parameters, "\n".join(lines))(*known.values())
     return made
 
 
-def _checks(call: Call, known: dict[str, Any]) -> list[str]:
+def _checks(call: CheckedCall, known: dict[str, Any]) -> list[str]:
     """Return the lines that compute every value or return None. Objects that they use are added to `known`."""
     lines: list[str] = []
     grouped: dict[int, str] = {}
@@ -118,37 +122,37 @@ def _checks(call: Call, known: dict[str, Any]) -> list[str]:
     return lines + [line for at in call.aligned for line in (f"if v{at} % {UNIT}:", "    return None")]
 
 
-def _launch(call: Call, way: Way, known: dict[str, Any]) -> list[str]:
+def _launch(call: CheckedCall, setup: LaunchSetup, known: dict[str, Any]) -> list[str]:
     """Return the lines after the checks. Objects that they use are added to `known`."""
-    known |= {"current": call.stream, "handle_of": way.handle_of, "failed": way.failed, "Unaligned": Unaligned}
+    known |= {"current": call.stream, "handle_of": setup.handle_of, "failed": setup.failed, "Unaligned": Unaligned}
     lines = ["handle = current() if stream is None else handle_of(stream)"]
     target = "handle" if call.framework.borrows else "None if stream is None else handle"
     for at, each in enumerate(call.made):
         known |= {f"make{at}": each.make, f"address{at}": each.address}
         lines += [f"m{at} = make{at}({target})", f"w{at} = address{at}(m{at})"]
     names = [f"v{at}" for at in range(len(call.given))] + [f"w{at}" for at in range(len(call.made))]
-    names += [f"s{at}" for at in range(way.scratch)]
+    names += [f"s{at}" for at in range(setup.scratch)]
     used = {at - len(names) for step in call.indices for at in step if at >= len(names)}
     known |= {f"k{at}": call.constants[at] for at in sorted(used)}
     names += [f"k{at}" for at in range(len(call.constants))]
     packed = ["(" + "".join(f"{names[at]}, " for at in step) + ")" for step in call.indices]
     sending = [f"enqueue(({''.join(f'{each}, ' for each in packed)}), handle, stream)"]
-    if way.sender.plain:
-        known["again"] = way.sender.again
-        known |= {f"send{at}": send for at, send in enumerate(way.sender.sends)}
+    if setup.sender.plain:
+        known["again"] = setup.sender.again
+        known |= {f"send{at}": send for at, send in enumerate(setup.sender.sends)}
         again = f"    again(error, ({''.join(f'{each}, ' for each in packed)}), handle, stream)"
         sending = [f"    send{at}({each}, handle, stream)" for at, each in enumerate(packed)]
         sending = ["try:", "    pass", *sending, "except Exception as error:", again]
     else:
-        known["enqueue"] = way.sender.enqueue
-    if way.place is not None:
-        known["place"] = way.place
-        lines.append(f"lock, ({''.join(f's{at}, ' for at in range(way.scratch))}), held = place(handle)")
+        known["enqueue"] = setup.sender.enqueue
+    if setup.place is not None:
+        known["place"] = setup.place
+        lines.append(f"lock, ({''.join(f's{at}, ' for at in range(setup.scratch))}), held = place(handle)")
         sending = ["with lock:", *(f"    {line}" for line in sending)]
     return ["try:", *(f"    {line}" for line in (*lines, *sending))]
 
 
-def _result(call: Call, way: Way, known: dict[str, Any], positions: Positions | None) -> str:
+def _result(call: CheckedCall, setup: LaunchSetup, known: dict[str, Any], positions: PositionalCall | None) -> str:
     given = {one.name: f"a{at}" for at, one in enumerate(call.given)}
     new = {each.name: f"m{at}" for at, each in enumerate(call.made)}
     if type(call.framework).deliver is not Framework.deliver and new:
@@ -157,20 +161,20 @@ def _result(call: Call, way: Way, known: dict[str, Any], positions: Positions | 
     if positions is not None:
         results = "".join(f"{new[name]}, " for name in positions.results)
         return f"[{results}]" if positions.several is list else f"({results})" if positions.several else results[:-2]
-    outputs = [new[name] if name in new else given[name] for name in way.outputs]
-    if way.result is None:
+    outputs = [new[name] if name in new else given[name] for name in setup.outputs]
+    if setup.result is None:
         return outputs[0]
-    known["result"] = way.result
+    known["result"] = setup.result
     return f"result({', '.join(outputs)})"
 
 
 @lru_cache(maxsize=256)
-def _maker(known: tuple[str, ...], parameters: str, body: str) -> Callable[..., Launch]:
+def _maker(known: tuple[str, ...], parameters: str, body: str) -> Callable[..., CachedLaunch]:
     """Compile a function with this body. The result takes the values of the free names."""
     inner = "\n".join(f"        {line}" for line in body.splitlines())
     text = f"def maker({', '.join(known)}):\n    def launch({parameters}):\n{inner}\n    return launch\n"
     space: dict[str, Any] = {}
     # The text contains only argument names, which are identifiers, and words of this module.
     exec(compile(text, "<skuda: a checked call>", "exec"), space)  # noqa: S102
-    found: Callable[..., Launch] = space["maker"]
+    found: Callable[..., CachedLaunch] = space["maker"]
     return found

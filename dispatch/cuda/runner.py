@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from skuda.dispatch.cuda.call import Binder, Call
+from skuda.dispatch.cuda.call import Binder, CheckedCall
 from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver, inherited
 from skuda.dispatch.cuda.facts import Framework
-from skuda.dispatch.cuda.launcher import Parameters, Send, Way, launch_of
+from skuda.dispatch.cuda.launcher import LaunchSetup, Parameters, Send, launch_of
 from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
-from skuda.dispatch.launches import FirstRun, Positions
+from skuda.dispatch.launch_cache import FirstRun, PositionalCall
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
@@ -156,7 +156,7 @@ class CudaRunner:
         arrays: Mapping[str, object],
         stream: object,
         failed: Callable[[BaseException], None],
-        positions: Positions | None,
+        positions: PositionalCall | None,
     ) -> FirstRun:
         """Run, and return a launch for calls like this one, which passes its errors to `failed` before it raises them.
 
@@ -165,7 +165,7 @@ class CudaRunner:
         if type(self).run is not CudaRunner.run:  # a launch would not do what a derived class does
             return FirstRun(self.run(arrays, stream), None, placed=True)
         result, call, sender = self._run(arrays, stream)
-        way = Way(
+        setup = LaunchSetup(
             sender=sender,
             handle_of=partial(stream_handle, self._op, ordinal=self._ordinal),
             place=None if self._scratch is None else self._scratch.place,
@@ -175,9 +175,9 @@ class CudaRunner:
             failed=failed,
         )
         like = call if positions is None else self._binder.at_positions(call, positions)
-        return FirstRun(result, None if like is None else launch_of(like, way, positions), call.placed)
+        return FirstRun(result, None if like is None else launch_of(like, setup, positions), call.placed)
 
-    def _run(self, arrays: Mapping[str, object], stream: object) -> tuple[object, Call, _Sender]:
+    def _run(self, arrays: Mapping[str, object], stream: object) -> tuple[object, CheckedCall, _Sender]:
         call = self._bound(arrays)
         sender = self._sender_for(call.framework)
         # Checked arrays need not be recognized, and some kinds never are.
@@ -187,7 +187,7 @@ class CudaRunner:
         self._send(sender, call, values, handle, stream)
         return self._results(call, arrays, made), call, sender
 
-    def _bound(self, arrays: Mapping[str, object]) -> Call:
+    def _bound(self, arrays: Mapping[str, object]) -> CheckedCall:
         if inherited():
             raise _other_process()
         return self._binder.bind(arrays)
@@ -234,7 +234,7 @@ class CudaRunner:
             return self._sender
         return _Sender(self._op, self._engine, self._driver, self._context, waits=True)
 
-    def _send(self, sender: _Sender, call: Call, values: list[Any], handle: int, stream: object) -> None:
+    def _send(self, sender: _Sender, call: CheckedCall, values: list[Any], handle: int, stream: object) -> None:
         if self._scratch is None:
             sender.send(call.parameters(values), handle, stream)
             return
@@ -246,7 +246,7 @@ class CudaRunner:
             del held  # an error keeps the variables of the functions that it has left
 
     @staticmethod
-    def _make(call: Call, values: list[Any], stream: object, handle: int) -> dict[str, Any]:
+    def _make(call: CheckedCall, values: list[Any], stream: object, handle: int) -> dict[str, Any]:
         made: dict[str, Any] = {}
         # A framework allocates for its current stream by default, without switching streams.
         target = None if stream is None and not call.framework.borrows else handle
@@ -255,7 +255,7 @@ class CudaRunner:
             values.append(each.address(array))
         return made
 
-    def _results(self, call: Call, arrays: Mapping[str, Any], made: Mapping[str, Any]) -> object:
+    def _results(self, call: CheckedCall, arrays: Mapping[str, Any], made: Mapping[str, Any]) -> object:
         deliver = call.framework.deliver
         outputs = [deliver(made[name]) if name in made else arrays[name] for name in self._binder.outputs]
         result = self._problem.builder

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from skuda.dispatch.cuda.dlpack import dense_strides
-from skuda.dispatch.cuda.facts import Facts
+from skuda.dispatch.cuda.facts import ArrayFacts
 from skuda.registry.errors import InvalidProblem
 
 Shape = tuple[int, ...]
 
 
-class Layout(NamedTuple):
+class ViewedArray(NamedTuple):
     """One array of a view."""
 
     strides: Shape  # of the array, in stored elements
@@ -29,7 +29,7 @@ class View(NamedTuple):
     leading: dict[str, int]  # distance between rows by argument, in stored elements
 
 
-def common_view(op: str, shape: Shape, layouts: Mapping[str, Layout]) -> View:
+def common_view(op: str, shape: Shape, layouts: Mapping[str, ViewedArray]) -> View:
     """Return the view with the longest rows that all arrays of one shape have.
 
     `shape` is in elements and the same for all arrays in `layouts`; errors name `op`. Raise `InvalidProblem` if there
@@ -50,7 +50,7 @@ def common_view(op: str, shape: Shape, layouts: Mapping[str, Layout]) -> View:
     return _cut(shape, layouts, min(common))
 
 
-def matrix_view(op: str, shape: Shape, name: str, layout: Layout) -> View:
+def matrix_view(op: str, shape: Shape, name: str, layout: ViewedArray) -> View:
     """Return the view of one array as a matrix whose rows are its last axis. Raise `InvalidProblem` if it has none."""
     split = max(0, len(shape) - 1)
     if split not in _splits(shape, layout):
@@ -58,7 +58,7 @@ def matrix_view(op: str, shape: Shape, name: str, layout: Layout) -> View:
     return _cut(shape, {name: layout}, split)
 
 
-def is_contiguous(facts: Facts) -> bool:
+def is_contiguous(facts: ArrayFacts) -> bool:
     """Whether an array has no gaps, in row-major order; an axis of one element may have any stride."""
     dense = dense_strides(facts.shape)
     return (
@@ -71,12 +71,12 @@ def is_contiguous(facts: Facts) -> bool:
     )
 
 
-def _refuse(op: str, name: str, layout: Layout, must: str) -> None:
+def _refuse(op: str, name: str, layout: ViewedArray, must: str) -> None:
     advice = "copy it first: x.contiguous(), or ascontiguousarray(x)"
     raise InvalidProblem(op, name, f"strides {layout.strides}", f"{must}; {advice}")
 
 
-def _splits(shape: Shape, layout: Layout) -> set[int]:
+def _splits(shape: Shape, layout: ViewedArray) -> set[int]:
     """Return the numbers of leading axes that can be rows, so that the other axes are contiguous columns."""
     rank = len(shape)
     if 0 in shape:
@@ -98,7 +98,7 @@ def _splits(shape: Shape, layout: Layout) -> set[int]:
     return found
 
 
-def _stored(shape: Shape, layout: Layout) -> Shape:
+def _stored(shape: Shape, layout: ViewedArray) -> Shape:
     """Return a shape in stored elements."""
     return (*shape[:-1], -(-shape[-1] // 2)) if layout.packed else shape
 
@@ -108,7 +108,7 @@ def _chained(axes: list[tuple[int, int]]) -> bool:
     return all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(axes))
 
 
-def _cut(shape: Shape, layouts: Mapping[str, Layout], split: int) -> View:
+def _cut(shape: Shape, layouts: Mapping[str, ViewedArray], split: int) -> View:
     rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
     leading = {}
     for name, layout in layouts.items():

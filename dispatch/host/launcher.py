@@ -12,7 +12,7 @@ from skuda.dispatch.host import rules
 from skuda.dispatch.host.arrays import same_framework, same_tensors, tensor_view
 from skuda.dispatch.host.binding import new_outputs
 from skuda.dispatch.host.floating import require_exact_mode
-from skuda.dispatch.launches import Launch, Positions
+from skuda.dispatch.launch_cache import CachedLaunch, PositionalCall
 from skuda.registry.descriptor import Descriptor
 
 Kernel = Callable[..., None]
@@ -45,7 +45,7 @@ def _run(
     return run
 
 
-def host_launch(problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], failed: Failed) -> Launch | None:
+def host_launch(problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], failed: Failed) -> CachedLaunch | None:
     """Return a launch for NumPy arrays by name. Return None if an output is given, or an array of another library."""
     op, arguments = problem.op_name(), {each.name: each for each in problem.arguments()}
     kinds: dict[str, tuple[Any, Any] | None] = {}
@@ -80,8 +80,8 @@ def host_launch(problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], 
 
 
 def host_launch_at_positions(
-    positions: Positions, problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], failed: Failed
-) -> Launch | None:
+    positions: PositionalCall, problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], failed: Failed
+) -> CachedLaunch | None:
     """Return a launch for torch tensors by position. Return None if nothing recognizes the tensors."""
     op, arguments = problem.op_name(), {each.name: each for each in problem.arguments()}
     at_names = [(at, name) for at, name in enumerate(positions.names) if name is not None]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from skuda.dispatch.host.arrays import bare
 from skuda.kernels.dtypes import storage_dtype
-from skuda.registry.argument import ArgumentSpec, Axis, enumeration, existing, values_of
+from skuda.registry.argument import ArgumentSpec, DeclaredAxis, enumeration, existing, values_of
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.errors import InvalidProblem
@@ -100,7 +100,7 @@ class Fields:
         `given` is as in `sketch`.
         """
         _, taken = self._settled(*self._parts(given))
-        return {each.name: len(each.shape) - 1 for each in taken if each.shape[:1] == (Axis(field),)}
+        return {each.name: len(each.shape) - 1 for each in taken if each.shape[:1] == (DeclaredAxis(field),)}
 
     def sources(self, field: str) -> tuple[str, ...]:
         """Return the names of the arguments from which a field follows."""

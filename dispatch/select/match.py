@@ -28,7 +28,7 @@ class Pick(NamedTuple):
     reason: str = ""  # the measurement that chose it; empty if the ranking did
 
 
-class Obstacles:
+class Unavailable:
     """The backends, by name, and kernels, by id, that cannot be used here, each with (remedy, reason).
 
     It never changes, so a selection that depends on it can be cached.
@@ -41,12 +41,12 @@ class Obstacles:
         """Return the remedy and the reason for a backend or kernel, or None if it can be used."""
         return self._found.get(name)
 
-    def and_also(self, more: Mapping[str, tuple[str, str]]) -> Obstacles:
+    def and_also(self, more: Mapping[str, tuple[str, str]]) -> Unavailable:
         """Return these obstacles and more."""
-        return Obstacles(self._found | dict(more))
+        return Unavailable(self._found | dict(more))
 
 
-NO_OBSTACLES = Obstacles()
+ALL_AVAILABLE = Unavailable()
 
 _KEY_PARTS: tuple[ReasonCode, ...] = ("element", "aux_element", "layout", "epilogue")
 """The parts of a functional key after category and op, in its order."""
@@ -67,10 +67,10 @@ class _Part(dict[str | None, tuple[Reason, ...]]):
 class _Circumstances:
     """The rules that do not depend on the problem. Reasons that many kernels share are cached."""
 
-    def __init__(self, device: Device, preference: PlanPreference, obstacles: Obstacles) -> None:
+    def __init__(self, device: Device, preference: PlanPreference, obstacles: Unavailable) -> None:
         self.device, self.preference = device, preference
         # For a card that is not here, the software of this machine does not matter.
-        self._obstacles = obstacles if device.ordinal is not None else NO_OBSTACLES
+        self._obstacles = obstacles if device.ordinal is not None else ALL_AVAILABLE
         self._requires = preference.require != NO_PREFERENCE.require
         self._by_arch: dict[ArchSku, tuple[Reason, ...]] = {}
         self._by_backend: dict[str, tuple[Reason, ...]] = {}
@@ -115,7 +115,7 @@ class _Circumstances:
 class _Rules:
     """All rules for one problem."""
 
-    def __init__(self, problem: Descriptor, device: Device, preference: PlanPreference, obstacles: Obstacles) -> None:
+    def __init__(self, problem: Descriptor, device: Device, preference: PlanPreference, obstacles: Unavailable) -> None:
         self.problem, self._circumstances = problem, _Circumstances(device, preference, obstacles)
         parts = zip(_KEY_PARTS, problem.key()[2:], strict=True)
         self._parts = tuple(_Part(key_field(type(problem), code), code, had) for code, had in parts)
@@ -147,7 +147,7 @@ class _Rules:
 
 @lru_cache(maxsize=1024)
 def shortlist(
-    registry: Registry, key: FunctionalKey, device: Device, preference: PlanPreference, obstacles: Obstacles
+    registry: Registry, key: FunctionalKey, device: Device, preference: PlanPreference, obstacles: Unavailable
 ) -> tuple[KernelSku, ...]:
     """Return the kernels that can serve problems of a key, best first. `serves` then checks the sizes.
 
@@ -171,7 +171,7 @@ def choose(
     problem: Descriptor,
     device: Device,
     preference: PlanPreference,
-    obstacles: Obstacles,
+    obstacles: Unavailable,
     *,
     behind: KernelSku | None = None,
     tuned: Tuned | None = None,
@@ -218,7 +218,7 @@ def explain(
     problem: Descriptor,
     device: Device,
     preference: PlanPreference,
-    obstacles: Obstacles,
+    obstacles: Unavailable,
     notes: tuple[str, ...] = (),
     *,
     tuned: Tuned | None = None,

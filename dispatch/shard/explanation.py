@@ -8,7 +8,7 @@ from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select.explanation import Explanation
 from skuda.dispatch.shard.cost import Traffic, Transfer
-from skuda.dispatch.shard.layer import Course
+from skuda.dispatch.shard.layer import ShardSchedule
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.linear.problem import LinearProblem, longest_k
 from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
@@ -122,7 +122,7 @@ def explain_shards(
     expect("explain_shards", "shards", shards, Shards, "be a Shards, such as Shards(axis='k', count=2)")
     expect("explain_shards", "preference", preference, PlanPreference | None, "be a PlanPreference or None")
     layer = check(problem, shards)
-    way = course(layer, shards)
+    way = schedule(layer, shards)
     found: dict[tuple[str, Descriptor], list[int]] = {}
     for rank in range(shards.count):
         for (name, _), local in problems(layer, way, rank).items():
@@ -186,9 +186,9 @@ def check(problem: Descriptor, shards: Shards) -> LinearProblem:
     return problem
 
 
-def course(problem: LinearProblem, shards: Shards) -> Course:
-    """Return the course of a layer on the ranks."""
-    return Course.of(shards, traffic(problem))
+def schedule(problem: LinearProblem, shards: Shards) -> ShardSchedule:
+    """Return the schedule of a layer on the ranks."""
+    return ShardSchedule.of(shards, traffic(problem))
 
 
 def per_row(problem: LinearProblem) -> bool:
@@ -205,33 +205,33 @@ def traffic(problem: LinearProblem) -> Traffic:
     return Traffic(m=m, n=n, k=k, output_bytes=problem.output.bits // 8, dynamic=problem.dynamic, scale_bytes=beside)
 
 
-def problems(problem: LinearProblem, course: Course, rank: int) -> dict[tuple[str, int], Descriptor]:
+def problems(problem: LinearProblem, schedule: ShardSchedule, rank: int) -> dict[tuple[str, int], Descriptor]:
     """Return the problems of a rank, in the order of the steps.
 
-    A key is the name of a step in `skuda.dispatch.shard.layer.Steps` and its number of rows, which may differ between
-    chunks. ``row_sums`` and ``channel_sums`` are products with ones.
+    A key is the name of a step in `skuda.dispatch.shard.layer.RankWork` and its number of rows, which may
+    differ between chunks. ``row_sums`` and ``channel_sums`` are products with ones.
     """
-    (m, n, k), shards, part = problem.sizes, course.shards, course.parts[rank]
+    (m, n, k), shards, part = problem.sizes, schedule.shards, schedule.parts[rank]
     found: dict[tuple[str, int], Descriptor] = {}
     if isinstance(problem, QuantizedLinearDescriptor) and shards.input != "whole":
-        found |= _quantizing(problem, course, rank)
+        found |= _quantizing(problem, schedule, rank)
     if shards.axis == "n":
         if isinstance(problem, QuantizedLinearDescriptor) and shards.input != "whole":
-            found |= {("layer", m): ScaledLinearDescriptor(m=m, n=part, k=k, **_same(problem)) for m in course.chunks}
+            found |= {("layer", m): ScaledLinearDescriptor(m=m, n=part, k=k, **_same(problem)) for m in schedule.chunks}
         else:
-            found |= {("layer", m): _sized(problem, m, part, k) for m in course.chunks}
+            found |= {("layer", m): _sized(problem, m, part, k) for m in schedule.chunks}
         return found
     s8, codes, shifted = ElementKind.S8, problem.code_element, problem.shifts_activation
     sums = {"output_element": ElementKind.S32, "activation_element": codes, **_of_weight(problem)}
-    found |= {("sums", rows): ScaledLinearDescriptor(m=rows, n=n, k=part, **sums) for rows in course.chunks}
+    found |= {("sums", rows): ScaledLinearDescriptor(m=rows, n=n, k=part, **sums) for rows in schedule.chunks}
     if problem.has_weight_zero_point:
         found["row_sums", m] = ScaledLinearDescriptor(m=m, n=1, k=part, **sums | {"weight_element": s8})
     if shifted:
         found["channel_sums", 1] = ScaledLinearDescriptor(m=1, n=n, k=part, **sums | {"activation_element": s8})
     about = _same(problem) | {"has_act_zero_point": shifted}
     about = {name: about[name] for name in RescaleDescriptor.model_fields if name in about}
-    every = len(course.chunks) == 1 and not course.scattered
-    for rows in (m,) if every else (shards.rows(rows)[rank] for rows in course.chunks):
+    every = len(schedule.chunks) == 1 and not schedule.scattered
+    for rows in (m,) if every else (shards.rows(rows)[rank] for rows in schedule.chunks):
         found["rescale", rows] = RescaleDescriptor(m=rows, n=n, k=k, **about)
     return found
 
@@ -252,13 +252,15 @@ def _of_weight(problem: LinearProblem) -> dict[str, Any]:
     return {"weight_element": problem.weight_element, "group_size": problem.group_size}
 
 
-def _quantizing(problem: QuantizedLinearDescriptor, course: Course, rank: int) -> dict[tuple[str, int], Descriptor]:
+def _quantizing(
+    problem: QuantizedLinearDescriptor, schedule: ShardSchedule, rank: int
+) -> dict[tuple[str, int], Descriptor]:
     bounds = {"q_min": problem.q_min, "q_max": problem.q_max, "output_element": problem.code_element}
     data = {"input_element": problem.activation_element}
-    if course.shards.input == "rows":
-        rows = course.rows[rank]
+    if schedule.shards.input == "rows":
+        rows = schedule.rows[rank]
         return {("quantize_rows", rows): DynamicRangeQuantizeDescriptor(n=rows, d=problem.k, **data, **bounds)}
-    size = {"n": problem.m, "d": course.columns[rank]}
+    size = {"n": problem.m, "d": schedule.columns[rank]}
     return {
         ("amax", problem.m): AmaxDescriptor(**size, **data),
         ("quantize", problem.m): AmaxQuantizeDescriptor(**size, **data, **bounds),
@@ -268,12 +270,12 @@ def _quantizing(problem: QuantizedLinearDescriptor, course: Course, rank: int) -
 _OF_ACTIVATION = ("activation", "act_q", "act_scale", "act_zero_point")
 
 
-def held(problem: LinearProblem, course: Course, rank: int) -> tuple[Argument, ...]:
+def held(problem: LinearProblem, schedule: ShardSchedule, rank: int) -> tuple[Argument, ...]:
     """Return the arguments that a rank passes: its parts of the weight and of the activation."""
-    (m, n, k), shards = problem.sizes, course.shards
-    rows = course.rows[rank] if shards.input == "rows" else m
-    columns = course.columns[rank] if shards.input == "columns" else k
-    channels, inner = (course.parts[rank], k) if shards.axis == "n" else (n, course.parts[rank])
+    (m, n, k), shards = problem.sizes, schedule.shards
+    rows = schedule.rows[rank] if shards.input == "rows" else m
+    columns = schedule.columns[rank] if shards.input == "columns" else k
+    channels, inner = (schedule.parts[rank], k) if shards.axis == "n" else (n, schedule.parts[rank])
     activation, weight = (_sized(problem, *sizes) for sizes in ((rows, n, columns), (m, channels, inner)))
     return tuple(
         given if given.name in _OF_ACTIVATION else other

@@ -45,7 +45,7 @@ def _unused(*_: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Steps:
+class RankWork:
     """The local work of a rank. `row_sums` and `channel_sums` are None if no zero points need them."""
 
     amax: Callable[[Any], Any] = _unused  # data -> the largest magnitude of each row; NaN is skipped
@@ -60,7 +60,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Course:
+class ShardSchedule:
     """How a layer runs on a group, the same on every rank."""
 
     shards: Shards  # how the layer is split
@@ -74,8 +74,8 @@ class Course:
     """Rows of each chunk. With several chunks, each rank finishes its own rows of each; see `Shards.rows`."""
 
     @classmethod
-    def of(cls, shards: Shards, traffic: Traffic, *, whole: bool = False) -> Course:
-        """Return the course of a layer. `whole` means one chunk."""
+    def of(cls, shards: Shards, traffic: Traffic, *, whole: bool = False) -> ShardSchedule:
+        """Return the schedule of a layer. `whole` means one chunk."""
         m, n, k = traffic.m, traffic.n, traffic.k
         return cls(
             shards,
@@ -93,62 +93,62 @@ class Course:
         return tuple(span(self.chunks, number) for number in range(len(self.chunks)))
 
 
-def run(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
+def run(schedule: ShardSchedule, steps: RankWork, group: Group, activation: LayerInput) -> Any:
     """Return the rank's part of the output (`Shards.output`) for its part of the activation (`Shards.input`)."""
-    return (_column if course.shards.axis == "n" else _row)(course, steps, group, activation)
+    return (_column if schedule.shards.axis == "n" else _row)(schedule, steps, group, activation)
 
 
-def _column(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
-    given = course.shards.input
+def _column(schedule: ShardSchedule, steps: RankWork, group: Group, activation: LayerInput) -> Any:
+    given = schedule.shards.input
     if given != "whole":
-        activation = _coded(course, steps, group, activation)
-    if len(course.chunks) > 1:
-        return _column_in_chunks(course, steps, group, activation)
+        activation = _coded(schedule, steps, group, activation)
+    if len(schedule.chunks) > 1:
+        return _column_in_chunks(schedule, steps, group, activation)
     if given == "columns":
-        activation = activation._replace(data=group.gather(activation.data, 1, course.columns))
+        activation = activation._replace(data=group.gather(activation.data, 1, schedule.columns))
     elif given == "rows":
         data, *scales = activation
-        data = group.gather(data, 0, course.rows)
-        if course.per_row:
-            scales = [None if rows is None else group.gather(rows, 0, course.rows) for rows in scales]
+        data = group.gather(data, 0, schedule.rows)
+        if schedule.per_row:
+            scales = [None if rows is None else group.gather(rows, 0, schedule.rows) for rows in scales]
         activation = LayerInput(data, *scales)
     output = steps.layer(activation)
-    return group.gather(output, 1, course.parts) if course.shards.output == "whole" else output
+    return group.gather(output, 1, schedule.parts) if schedule.shards.output == "whole" else output
 
 
-def _column_in_chunks(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
+def _column_in_chunks(schedule: ShardSchedule, steps: RankWork, group: Group, activation: LayerInput) -> Any:
     """Gather the codes of each chunk before its product, and its output during the product of the next."""
     arriving: list[Callable[[], Any]] = []
-    if course.shards.input == "columns":
-        arriving = [group.start_gather(activation.data[at], 1, course.columns) for at in course.spans]
+    if schedule.shards.input == "columns":
+        arriving = [group.start_gather(activation.data[at], 1, schedule.columns) for at in schedule.spans]
     output, leaving = None, []
-    for number, at in enumerate(course.spans):
-        part = _chunk(course, activation, at)
+    for number, at in enumerate(schedule.spans):
+        part = _chunk(schedule, activation, at)
         made = steps.layer(part._replace(data=arriving[number]()) if arriving else part)
         if output is None:
-            output = _room(made, sum(course.chunks), sum(course.parts))
-        leaving.append(group.start_gather(made, 1, course.parts, output[at]))
+            output = _room(made, sum(schedule.chunks), sum(schedule.parts))
+        leaving.append(group.start_gather(made, 1, schedule.parts, output[at]))
     for arrived in leaving:
         arrived()
     return output
 
 
-def _row(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
-    codes = _coded(course, steps, group, activation)
+def _row(schedule: ShardSchedule, steps: RankWork, group: Group, activation: LayerInput) -> Any:
+    codes = _coded(schedule, steps, group, activation)
     of_rows = None if steps.row_sums is None else group.sum(steps.row_sums(codes.data))
     of_channels = None if steps.channel_sums is None else group.sum(steps.channel_sums())
-    if len(course.chunks) > 1:
-        return _row_in_chunks(course, steps, group, codes, of_rows, of_channels)
+    if len(schedule.chunks) > 1:
+        return _row_in_chunks(schedule, steps, group, codes, of_rows, of_channels)
     products = steps.sums(codes.data)
-    if not course.scattered:
+    if not schedule.scattered:
         return steps.rescale(Sums(group.sum(products), of_rows, of_channels), codes._replace(data=None))
-    sums = Sums(group.sum_rows(products, course.rows), of_rows, of_channels)
-    output = steps.rescale(*_owned(course, group, course.rows, sums, codes))
-    return group.gather(output, 0, course.rows) if course.shards.output == "whole" else output
+    sums = Sums(group.sum_rows(products, schedule.rows), of_rows, of_channels)
+    output = steps.rescale(*_owned(schedule, group, schedule.rows, sums, codes))
+    return group.gather(output, 0, schedule.rows) if schedule.shards.output == "whole" else output
 
 
 def _row_in_chunks(
-    course: Course, steps: Steps, group: Group, codes: LayerInput, of_rows: Any, of_channels: Any
+    schedule: ShardSchedule, steps: RankWork, group: Group, codes: LayerInput, of_rows: Any, of_channels: Any
 ) -> Any:
     """Exchange each chunk while the next is computed.
 
@@ -162,17 +162,17 @@ def _row_in_chunks(
     its sums, while the output of the chunk before is gathered.
     """
     output, before, leaving = None, None, []
-    for at in (*course.spans, None):
+    for at in (*schedule.spans, None):
         started = None
         if at is not None:
-            owned = course.shards.rows(at.stop - at.start)
+            owned = schedule.shards.rows(at.stop - at.start)
             started = at, owned, group.start_sum_rows(steps.sums(codes.data[at]), owned)
         if before is not None:
             done, owned, summed = before
             sums = Sums(summed(), None if of_rows is None else of_rows[done], of_channels)
-            made = steps.rescale(*_owned(course, group, owned, sums, _chunk(course, codes, done)))
+            made = steps.rescale(*_owned(schedule, group, owned, sums, _chunk(schedule, codes, done)))
             if output is None:
-                output = _room(made, sum(course.chunks), made.shape[1])
+                output = _room(made, sum(schedule.chunks), made.shape[1])
             leaving.append(group.start_gather(made, 0, owned, output[done]))
         before = started
     for arrived in leaving:
@@ -180,32 +180,32 @@ def _row_in_chunks(
     return output
 
 
-def _coded(course: Course, steps: Steps, group: Group, activation: LayerInput) -> LayerInput:
+def _coded(schedule: ShardSchedule, steps: RankWork, group: Group, activation: LayerInput) -> LayerInput:
     """Return the codes of the rank's part, with the scales of whole rows."""
     if activation.scale is not None:
         return activation
-    if course.shards.input == "rows":
+    if schedule.shards.input == "rows":
         return LayerInput(*steps.quantize_rows(activation.data))
     return LayerInput(*steps.quantize(activation.data, group.max(steps.amax(activation.data))))
 
 
-def _chunk(course: Course, activation: LayerInput, at: slice) -> LayerInput:
+def _chunk(schedule: ShardSchedule, activation: LayerInput, at: slice) -> LayerInput:
     """Return some rows of an activation."""
     data, scale, zero_point = activation
-    if course.per_row:
+    if schedule.per_row:
         scale, zero_point = (None if part is None else part[at] for part in (scale, zero_point))
     return LayerInput(data[at], scale, zero_point)
 
 
 def _owned(
-    course: Course, group: Group, sizes: tuple[int, ...], sums: Sums, codes: LayerInput
+    schedule: ShardSchedule, group: Group, sizes: tuple[int, ...], sums: Sums, codes: LayerInput
 ) -> tuple[Sums, LayerInput]:
     """Return the rank's rows of the corrections, scales and zero points."""
 
     def mine(rows: Any) -> Any:
         return None if rows is None else own(rows, 0, sizes, group.rank)
 
-    about = map(mine, codes[1:]) if course.per_row else codes[1:]
+    about = map(mine, codes[1:]) if schedule.per_row else codes[1:]
     return sums._replace(of_rows=mine(sums.of_rows)), LayerInput(None, *about)
 
 

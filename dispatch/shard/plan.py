@@ -17,9 +17,9 @@ from skuda.dispatch.plan import Plan
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.shard import layer
-from skuda.dispatch.shard.explanation import MAIN, course, explain_shards, held, preference_of, problems
+from skuda.dispatch.shard.explanation import MAIN, explain_shards, held, preference_of, problems, schedule
 from skuda.dispatch.shard.group import Group, GroupMismatch, differing
-from skuda.dispatch.shard.layer import LayerInput, Steps, Sums
+from skuda.dispatch.shard.layer import LayerInput, RankWork, Sums
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.problem import LinearProblem
@@ -116,7 +116,7 @@ class ShardedPlan:
         if group.count != self.shards.count:
             rule = f"have the {self.shards.count} ranks of the plan"
             raise InvalidProblem("ShardedPlan.bind", "group", f"{group.count} ranks", rule)
-        way = course(self.problem, self.shards)
+        way = schedule(self.problem, self.shards)
         plans = {
             (step, rows): self._dispatcher.select(local, preference_of(step, self.preference), self.device)
             for (step, rows), local in problems(self.problem, way, group.rank).items()
@@ -204,7 +204,12 @@ class BoundShards:
     """
 
     def __init__(
-        self, plan: ShardedPlan, group: Group, name: str, way: layer.Course, plans: Mapping[tuple[str, int], Plan]
+        self,
+        plan: ShardedPlan,
+        group: Group,
+        name: str,
+        way: layer.ShardSchedule,
+        plans: Mapping[tuple[str, int], Plan],
     ) -> None:
         self.plan, self._group, self._way, self._plans = plan, group, way, plans
         self._held = held(plan.problem, way, group.rank)
@@ -284,7 +289,7 @@ class BoundShards:
                 self._known[key] = torch.full(shape, value, dtype=dtype, device=like.device)
         return self._known[key]
 
-    def _steps(self, arrays: Mapping[str, Any], stream: object) -> Steps:
+    def _steps(self, arrays: Mapping[str, Any], stream: object) -> RankWork:
         weight, names = arrays["weight_q"], {name for name, _ in self._plans}
         about = {name: arrays[name] for name in _OF_WEIGHT if name in arrays}
 
@@ -314,7 +319,7 @@ class BoundShards:
             "row_sums": lambda codes: run("row_sums", len(codes), act_q=codes, weight_q=ones(codes.shape[1]))[:, 0],
             "channel_sums": lambda: run("channel_sums", 1, act_q=ones(inner()), weight_q=weight)[0],
         }
-        return Steps(
+        return RankWork(
             amax=lambda data: run("amax", len(data), input=data),
             quantize=lambda data, amax: run("quantize", len(data), input=data, amax=amax)[:2],
             quantize_rows=lambda data: run("quantize_rows", len(data), input=data)[:2],

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from inspect import Signature
 
     from skuda.dispatch.dispatcher import Dispatcher
-    from skuda.dispatch.launches import Launch
+    from skuda.dispatch.launch_cache import CachedLaunch
     from skuda.dispatch.select.fields import Fields
     from skuda.registry.op import Op
 
-LAUNCHES: dict[Hashable, tuple[Launch, ...]] = {}
-"""The launches of the default dispatcher, by key; see `skuda.dispatch.launches`."""
+LAUNCHES: dict[Hashable, tuple[CachedLaunch, ...]] = {}
+"""The launches of the default dispatcher, by key; see `skuda.dispatch.launch_cache`."""
 
 _lock = lock()
 _default: list[Dispatcher] = []

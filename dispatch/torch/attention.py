@@ -28,7 +28,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.handed import Handed
-from skuda.torch.kv_cache import Int8Cache, Int8Layer, NewKeys
+from skuda.torch.kv_cache import CacheLayer, Int8Cache, NewKeys
 from skuda.torch.sequences import Sequences, check
 
 __all__ = ["NAME", "SUBJECT", "Int8Cache", "Mask", "attention", "check_call", "layer_of", "mask_of_call"]
@@ -264,7 +264,7 @@ def attention(
     return _picked(found, order.argsort(1), 1), None
 
 
-def layer_of(cache: Any, number: int, shape: tuple[int, ...], device: torch.device, mask: Mask | None) -> Int8Layer:
+def layer_of(cache: Any, number: int, shape: tuple[int, ...], device: torch.device, mask: Mask | None) -> CacheLayer:
     """Return a layer that is ready for the tokens of a call.
 
     Parameters
@@ -279,16 +279,23 @@ def layer_of(cache: Any, number: int, shape: tuple[int, ...], device: torch.devi
     batch, heads, new, size = shape
     rows = None if mask is None else mask.rows
     if cache is not None:
-        found: Int8Layer = cache.begin(number, shape, device, rows)
+        found: CacheLayer = cache.begin(number, shape, device, rows)
         return found
-    layer = Int8Layer(Sequences())
+    layer = CacheLayer(Sequences())
     layer.sequences.begin(batch, new, device, rows)
     layer.reserve(heads, size, device)
     return layer
 
 
 def _attended(
-    layer: Int8Layer, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, *, causal: bool
+    layer: CacheLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
+    *,
+    causal: bool,
 ) -> Tensor:
     batch, heads, new, size = query.shape
     q, k, v = (each.transpose(1, 2).reshape(batch * new, -1) for each in (query, key, value))

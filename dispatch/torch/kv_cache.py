@@ -32,7 +32,7 @@ _SERVED = ("full_attention", "sliding_attention")
 """Types of layers whose keys and values the cache can hold. It keeps all tokens of a sliding window, too."""
 
 
-class Int8Layer(CacheLayerMixin):  # type: ignore[misc]
+class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The pages of one layer.
 
     Parameters
@@ -146,7 +146,7 @@ class Int8Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the layers of a cache share their sequences, so only the cache's own `update` can add tokens."""
-        raise InvalidProblem("Int8Layer", "update", "a call of the layer", "be called on the cache")
+        raise InvalidProblem("CacheLayer", "update", "a call of the layer", "be called on the cache")
 
     def get_seq_length(self) -> Any:
         """Return the number of columns so far."""
@@ -245,7 +245,7 @@ class Int8Cache(Cache):  # type: ignore[misc]
         for other in sorted(types.difference(_SERVED)):
             raise InvalidProblem("Int8Cache", "layer_types", other, f"be {' or '.join(_SERVED)}")
         self.sequences = Sequences(max_cache_len)
-        layers = [Int8Layer(self.sequences) for _ in range(text.num_hidden_layers)]
+        layers = [CacheLayer(self.sequences) for _ in range(text.num_hidden_layers)]
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
     def update(
@@ -278,18 +278,18 @@ class Int8Cache(Cache):  # type: ignore[misc]
             check_count("Int8Cache.get_mask_sizes", "query_length", query_length)
         return self._layer("get_mask_sizes", layer_idx).get_mask_sizes(query_length)
 
-    def _layer(self, call: str, number: int) -> Int8Layer:
+    def _layer(self, call: str, number: int) -> CacheLayer:
         """Return a layer. Transformers would take -1 for the last one, and others for layers to come."""
         given: object = number
         if type(given) is not int or not 0 <= given < len(self.layers):
             rule = f"be the number of a layer, in [0, {len(self.layers) - 1}]"
             raise InvalidProblem(f"Int8Cache.{call}", "layer_idx", shown(number), rule)
-        found: Int8Layer = self.layers[given]
+        found: CacheLayer = self.layers[given]
         return found
 
     def begin(
         self, number: int, shape: tuple[int, int, int, int], device: torch.device, rows: Tensor | None
-    ) -> Int8Layer:
+    ) -> CacheLayer:
         """Return a layer, ready for the tokens of the present call; the first layer of a call begins it.
 
         Parameters
@@ -306,7 +306,7 @@ class Int8Cache(Cache):  # type: ignore[misc]
         InvalidProblem
             If a layer missed tokens, as after an error within a call; and as `Sequences.begin`.
         """
-        layer: Int8Layer = self.layers[number]
+        layer: CacheLayer = self.layers[number]
         batch, heads, new, size = shape
         if not layer.waits:
             late = [n for n, each in enumerate(self.layers) if each.waits]

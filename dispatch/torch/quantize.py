@@ -20,7 +20,7 @@ from skuda.torch.replaceable_layers import (
     ALREADY,
     NOT_SELECTED,
     Filter,
-    Obstacles,
+    ReplacementChecks,
     adopt_adapters,
     as_linear,
     bytes_of,
@@ -275,7 +275,7 @@ def _per_row(layers: Mapping[str, nn.Module], group_size: int | None) -> tuple[s
 
 def _sorted(model: nn.Module, filter_fn: Filter | None) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the selected layers that can be replaced, and why other layers of floats stay."""
-    obstacles = Obstacles(model, break_ties=filter_fn is not None)
+    obstacles = ReplacementChecks(model, break_ties=filter_fn is not None)
     fit, left = {}, {}
     for name, layer in linears(model):
         selected = selects("quantize_", filter_fn, layer, name)

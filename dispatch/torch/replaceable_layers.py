@@ -229,7 +229,7 @@ def bytes_of(module: nn.Module) -> int:
     return sum(sizes.values())
 
 
-class Obstacles:
+class ReplacementChecks:
     """Finds the reasons why layers of a model cannot be replaced.
 
     Parameters

@@ -21,7 +21,7 @@ from skuda.dispatch.select.explanation import Explanation
 from skuda.dispatch.shard import layer
 from skuda.dispatch.shard.cost import Traffic
 from skuda.dispatch.shard.group import Group
-from skuda.dispatch.shard.layer import Course, LayerInput, Steps, Sums
+from skuda.dispatch.shard.layer import LayerInput, RankWork, ShardSchedule, Sums
 from skuda.dispatch.shard.shards import Shards, own, span, split
 from skuda.functional import default_dispatcher
 from skuda.kernels.linear import ScaledLinearDescriptor, packed
@@ -114,7 +114,7 @@ class ShardedLinear(Int8Linear):
             self._hold_zero()
         if isinstance(whole, JoinedLinear):
             self._non_persistent_buffers_set |= set(self._buffers)
-        self._courses: dict[tuple[int, torch.dtype, bool], Course] = {}
+        self._schedules: dict[tuple[int, torch.dtype, bool], ShardSchedule] = {}
         self.name = ""
         self._number = next(_numbers)
         _layers[self._number] = self
@@ -227,16 +227,16 @@ class ShardedLinear(Int8Linear):
         """Whether each row gets a scale at run time."""
         return self.input_scale is None
 
-    def course(self, rows: int, dtype: torch.dtype, *, compiles: bool = False) -> Course:
-        """Return the course for a number of rows. Compiled code has one chunk."""
+    def schedule(self, rows: int, dtype: torch.dtype, *, compiles: bool = False) -> ShardSchedule:
+        """Return the schedule for a number of rows. Compiled code has one chunk."""
         key = rows, dtype, compiles
-        found = self._courses.get(key)
+        found = self._schedules.get(key)
         if found is None:
             n, k = self.whole
             scale = 4 * self.dynamic
             traffic = Traffic(m=rows, n=n, k=k, output_bytes=dtype.itemsize, dynamic=self.dynamic, scale_bytes=scale)
-            found = Course.of(self.shards, traffic, whole=compiles)
-            self._courses[key] = found
+            found = ShardSchedule.of(self.shards, traffic, whole=compiles)
+            self._schedules[key] = found
         return found
 
     def forward(self, input: Tensor | Quantized) -> Tensor:
@@ -278,16 +278,16 @@ class ShardedLinear(Int8Linear):
             raise InvalidProblem(type(self).__name__, "input", f"{len(leading)} leading axes", "have one axis of rows")
         rows = self._all_rows(int(given.data.shape[0]))
         if torch.compiler.is_compiling():
-            course = _compiled_course(self._number, rows, dtype)
+            schedule = _compiled_schedule(self._number, rows, dtype)
         else:
-            course = self.course(rows, dtype)
+            schedule = self.schedule(rows, dtype)
             call = f"{self.name or type(self).__name__} {self._split}, {rows} rows of {dtype}"
             if self.shards.input == "whole" and getattr(self.group, "checks_calls", False):
                 call += f", input {digest(given.data, given.scale)}"
             self.group.agree(call)
         if not self.dynamic and given.scale is None:
             given = LayerInput(self._codes(given.data), self.input_scale, self.input_zero_point)
-        found: Tensor = layer.run(course, self._steps(dtype, hides=len(course.chunks) > 1), self.group, given)
+        found: Tensor = layer.run(schedule, self._steps(dtype, hides=len(schedule.chunks) > 1), self.group, given)
         return found if by_rows else found.reshape(*leading, found.shape[-1])
 
     def _all_rows(self, held: int) -> int:
@@ -313,7 +313,7 @@ class ShardedLinear(Int8Linear):
         )
         return found
 
-    def _steps(self, dtype: torch.dtype, *, hides: bool) -> Steps:
+    def _steps(self, dtype: torch.dtype, *, hides: bool) -> RankWork:
         """Return the local work of the rank. `hides` means that exchanges run beside its sums."""
         scale, output = self.weight_scale.view(-1), str(element_of(dtype))
         scope = "token" if self.dynamic else "tensor"
@@ -345,7 +345,7 @@ class ShardedLinear(Int8Linear):
             made = _OPS.scaled_linear.default(*codes, output_element=output, act_scale_scope=scope)
             return cast("Tensor", made)
 
-        return Steps(
+        return RankWork(
             amax=amax,
             quantize=lambda data, amax: _OPS.amax_quantize.default(data, amax, **CODES),
             quantize_rows=_coded if self.nonfinite is None else lambda data: _coded(data, amax(data)),
@@ -451,16 +451,16 @@ _layers: WeakValueDictionary[int, ShardedLinear] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def _compiled_course(number: int, rows: int, dtype: torch.dtype) -> Course:
-    """Return the course of a layer in compiled code, where the number of rows is constant.
+def _compiled_schedule(number: int, rows: int, dtype: torch.dtype) -> ShardSchedule:
+    """Return the schedule of a layer in compiled code, where the number of rows is constant.
 
     Layers have numbers, because torch 2.11 accepts only constants here.
     """
-    return _layers[number].course(rows, dtype, compiles=True)
+    return _layers[number].schedule(rows, dtype, compiles=True)
 
 
 # As `torch.compiler.assume_constant_result`, which imports the compiler.
-_compiled_course._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+_compiled_schedule._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def check_parts(subject: str, field: str, layer: nn.Module, axis: str, parts: tuple[tuple[int, ...], ...]) -> None:

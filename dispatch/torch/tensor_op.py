@@ -14,10 +14,10 @@ from torch.fx.proxy import Proxy
 
 from skuda.dispatch.host import rules
 from skuda.dispatch.host.arrays import is_plain_tensor
-from skuda.dispatch.launches import Positions
+from skuda.dispatch.launch_cache import PositionalCall
 from skuda.dispatch.select.fields import Fields
 from skuda.functional import LAUNCHES, default_dispatcher
-from skuda.registry.argument import Argument, Axis, Role, storage_shape
+from skuda.registry.argument import Argument, DeclaredAxis, Role, storage_shape
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
@@ -136,8 +136,8 @@ class TensorOp:
         }
         self._listed = _LIST in self._types.values()
         # The field that counts rows: the first size of a matrix.
-        rows, *others = self.inputs[0].shape or (Axis(""),)
-        self._rows = rows.name if len(others) == 1 and rows == Axis(rows.name) else ""
+        rows, *others = self.inputs[0].shape or (DeclaredAxis(""),)
+        self._rows = rows.name if len(others) == 1 and rows == DeclaredAxis(rows.name) else ""
         self._result: type[tuple[Any, ...] | list[Any]] | None = None
         if self._several:
             self._result = list if self._varies else tuple
@@ -272,7 +272,7 @@ class TensorOp:
         unless = BUSY if module else "False"
         if any(tensor.requires_grad for tensor in tensors.values()):
             unless = f"{unless} or records_gradients()"
-        positions = Positions(
+        positions = PositionalCall(
             names=tuple(None if each is None else name for name, each in zip(self.names, arguments, strict=False)),
             arrays=tensors,
             shapes={one.name: shape for one, shape in zip(found.results, found.shapes, strict=True)},

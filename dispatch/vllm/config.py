@@ -35,7 +35,7 @@ _STATIC = _INT8 | {"dynamic": (False,), "strategy": ("tensor",)}
 _DYNAMIC = _INT8 | {"symmetric": (True,), "dynamic": (True,), "strategy": ("token",)}
 
 
-class SkudaConfig(QuantizationConfig):
+class SkudaVllmConfig(QuantizationConfig):
     """What is quantized, and how, of a model that skuda serves.
 
     Without a checkpoint's description every linear layer is quantized while it is loaded: symmetric, a scale for each
@@ -103,11 +103,11 @@ class SkudaConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return nothing: without a description in the model's config, vLLM calls `SkudaConfig()`."""
+        """Return nothing: without a description in the model's config, vLLM calls `SkudaVllmConfig()`."""
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> SkudaConfig:
+    def from_config(cls, config: dict[str, Any]) -> SkudaVllmConfig:
         """Read `quantization_config` of a model, or of `hf_overrides`.
 
         Parameters
@@ -225,7 +225,7 @@ class SkudaConfig(QuantizationConfig):
 def register() -> None:
     """Let vLLM know ``quantization="skuda"``."""
     with held_back():  # vLLM notes the name in two places, the second only together with the first
-        register_quantization_config(NAME)(SkudaConfig)
+        register_quantization_config(NAME)(SkudaVllmConfig)
 
 
 def _coded(targets: tuple[str, ...], ignore: tuple[str, ...]) -> dict[str, Any]:

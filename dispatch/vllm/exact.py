@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.vllm.attention import CACHE_DTYPE
-from skuda.vllm.config import SkudaConfig
+from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import logger
 from skuda.vllm.warming import attend, want
 
@@ -52,7 +52,7 @@ def serve(worker: Any) -> None:
         If something in the config cannot be exact.
     """
     config = worker.vllm_config
-    if not isinstance(config.quant_config, SkudaConfig) or not config.quant_config.exact:
+    if not isinstance(config.quant_config, SkudaVllmConfig) or not config.quant_config.exact:
         return
     check(config)
     from skuda.vllm import sampler  # it imports vLLM's

@@ -23,7 +23,7 @@ from skuda.vllm.status import missing
 
 logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
 
-Verdict = tuple[bool, str | None]
+CanImplement = tuple[bool, str | None]
 
 
 def nonfinite() -> str | None:
@@ -43,7 +43,7 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
     """
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Verdict:
+    def is_supported(cls, compute_capability: int | None = None) -> CanImplement:
         """Return whether skuda has a CUDA kernel for this card, or why not."""
         del compute_capability  # the dispatcher asks the card
         if not current_platform.is_cuda():
@@ -54,7 +54,7 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         return not reason, reason or None
 
     @classmethod
-    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> Verdict:
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> CanImplement:
         """Return True: every scheme that the config describes is served."""
         del c
         return True, None

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample import prompt_logprob, sampler, states
 from skuda.vllm.sampler import UNDEFINED, chosen, draw, greedy, largest, log_probabilities, ranks_of
 
 
-class ExactSampler(sampler.Sampler):  # type: ignore[misc]
+class ExactSamplerV2(sampler.Sampler):  # type: ignore[misc]
     """The sampler of vLLM's second runner."""
 
     def sample(
@@ -128,4 +128,4 @@ def install() -> None:
     if hasattr(prompt_logprob, "compute_token_logprobs"):  # vLLM 0.33
         prompt_logprob.compute_token_logprobs = log_probabilities
     states.apply_temperature = apply_temperature
-    model_runner.Sampler = ExactSampler
+    model_runner.Sampler = ExactSamplerV2

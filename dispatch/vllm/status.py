@@ -13,7 +13,7 @@ NAME, GROUP = "skuda", "vllm.general_plugins"
 """The entry point and its group. The quantization of vLLM has the same name."""
 
 
-class Status(NamedTuple):
+class VllmStatus(NamedTuple):
     """The version of vLLM, and why skuda serves none of its layers, with the step that changes it; else empty."""
 
     version: str
@@ -21,20 +21,20 @@ class Status(NamedTuple):
     remedy: str = ""
 
 
-def status() -> Status | None:
+def status() -> VllmStatus | None:
     """Return whether vLLM would use skuda, or None if vLLM is not installed."""
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
         return None
     if not serves_vllm():
-        return Status(version, "SKUDA_VLLM=0 leaves it as it is", "unset SKUDA_VLLM")
+        return VllmStatus(version, "SKUDA_VLLM=0 leaves it as it is", "unset SKUDA_VLLM")
     allowed = vllm_plugins()
     if allowed is not None and NAME not in allowed:
-        return Status(version, "VLLM_PLUGINS leaves out skuda", f"add {NAME} to VLLM_PLUGINS")
+        return VllmStatus(version, "VLLM_PLUGINS leaves out skuda", f"add {NAME} to VLLM_PLUGINS")
     if not metadata.entry_points(group=GROUP, name=NAME):
-        return Status(version, f"skuda is installed without its entry point in {GROUP}", "pip install skuda")
-    return Status(version, missing(), "see the backends above" if missing() else "")
+        return VllmStatus(version, f"skuda is installed without its entry point in {GROUP}", "pip install skuda")
+    return VllmStatus(version, missing(), "see the backends above" if missing() else "")
 
 
 @lru_cache(maxsize=1)

@@ -43,15 +43,15 @@ def scaled(name, m=1):
 
 def asked(dispatcher, problem, device):
     """The kernel of a problem, without `needed`."""
-    machine = dispatcher._machine
-    pick = match.choose(machine.registry, problem, device, NO_PREFERENCE, machine.obstacles)
-    return pick and (pick.sku, machine.kernel_of(pick.sku, problem, device, pick.choice)[0])
+    runtime = dispatcher._runtime
+    pick = match.choose(runtime.registry, problem, device, NO_PREFERENCE, runtime.obstacles)
+    return pick and (pick.sku, runtime.kernel_of(pick.sku, problem, device, pick.choice)[0])
 
 
 def kernels(dispatcher, rows, device):
-    machine = dispatcher._machine
-    found = needed(dispatcher._planner, machine, rows, device)
-    return {(each.sku, machine.kernel_of(each.sku, each.problem, device, each.choice)[0]) for each in found}
+    runtime = dispatcher._runtime
+    found = needed(dispatcher._planner, runtime, rows, device)
+    return {(each.sku, runtime.kernel_of(each.sku, each.problem, device, each.choice)[0]) for each in found}
 
 
 @pytest.mark.parametrize("name", [*OPS, *PLANTED])

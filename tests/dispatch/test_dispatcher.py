@@ -11,7 +11,7 @@ from toy import ToyDescriptor, cuda_sku, toy_op, toy_sku
 
 from skuda.dispatch import KNOWN_DEVICES, Dispatcher, PlanPreference
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.launches import FirstRun
+from skuda.dispatch.launch_cache import FirstRun
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.elementwise import FillDescriptor
 from skuda.registry import InvalidProblem, Unsupported
@@ -163,7 +163,7 @@ def repeating(monkeypatch):
             return Repeating(device.ordinal, log)
 
     monkeypatch.setattr(
-        "skuda.dispatch.machine.common_place",
+        "skuda.dispatch.runtime.common_place",
         lambda op, arrays: log.append("place") or ("cuda", arrays["x"] // 10),
     )
     backends = [Knowing("a100", "h200"), NumpyBackend()]

@@ -20,7 +20,7 @@ from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.cuda.driver import Capture
 from skuda.dispatch.cuda.packing import packer
 from skuda.dispatch.cuda.runner import CudaRunner
-from skuda.dispatch.launches import Launches
+from skuda.dispatch.launch_cache import LaunchCache
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.preference import NO_PREFERENCE
 from skuda.kernels.launch import Launch
@@ -222,7 +222,7 @@ class Rig:
         launch = rule(problem, DEVICE)
         self.engine = FakeEngine(launch, self.driver)
         self.runner = CudaRunner(problem, launch, self.engine, self.driver, (0, CONTEXT))
-        self.launches = Launches()
+        self.launches = LaunchCache()
         self.plan = Plan.prepared(toy_sku(), problem, DEVICE, NO_PREFERENCE, self.runner, launches=self.launches)
 
     def run(self, stream: object = None, **arrays: Any) -> Any:

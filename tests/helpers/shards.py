@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from skuda.dispatch.shard.explanation import course
+from skuda.dispatch.shard.explanation import schedule
 from skuda.dispatch.shard.shards import own, span
 from skuda.kernels.linear import packed
 
@@ -17,7 +17,7 @@ WAYS = [
 
 def part(problem, shards, rank, inputs):
     """What a rank has of a layer's inputs."""
-    way, cut = course(problem, shards), dict(inputs)
+    way, cut = schedule(problem, shards), dict(inputs)
     scales = ("act_scale", "act_zero_point") if way.per_row else ()
     if shards.input == "rows":
         cut |= {n: own(inputs[n], 0, way.rows, rank) for n in ("activation", "act_q", *scales) if n in inputs}
@@ -68,7 +68,7 @@ def _part_of_packed(problem, weight, own_part, axis):
 
 def wanted_of(whole, problem, shards, rank):
     """What a rank should get of the whole output."""
-    way = course(problem, shards)
+    way = schedule(problem, shards)
     if shards.output == "rows":
         return own(whole, 0, way.rows, rank)
     return own(whole, 1, way.parts, rank) if shards.output == "columns" else whole

@@ -11,7 +11,7 @@ from support import assert_same_bits, draw, fresh, run
 from skuda import ops
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.shard.explanation import check, held, problems, traffic
-from skuda.dispatch.shard.layer import Course
+from skuda.dispatch.shard.layer import ShardSchedule
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.linear import expanded, packed
@@ -180,10 +180,10 @@ def test_a_weight_that_the_unpacking_cannot_read_is_refused(rig, weight, error, 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_parts_of_a_split_layer_have_packed_weights_of_their_own(make, axis):
     problem, shards = make(m=8, n=96, k=512, **GROUPS), Shards(axis=axis, count=2)
-    course = Course.of(shards, traffic(check(problem, shards)))
+    schedule = ShardSchedule.of(shards, traffic(check(problem, shards)))
     for rank in range(2):
-        products = [one for (name, _), one in problems(problem, course, rank).items() if name in ("layer", "sums")]
+        products = [one for (name, _), one in problems(problem, schedule, rank).items() if name in ("layer", "sums")]
         assert [(one.weight_element, one.group_size) for one in products] == [("s4", 64)]
-        weight = next(one for one in held(problem, course, rank) if one.name == "weight_q")
+        weight = next(one for one in held(problem, schedule, rank) if one.name == "weight_q")
         assert weight.shape == packed.shape_of(*((48, 512) if axis == "n" else (96, 256)), 64)
         assert products[0].packed_shape == weight.shape

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 import skuda
 from skuda.kernels.attention.cache import PAGE, column_of
-from skuda.tools.study.view import markdown_table
+from skuda.tools.frame.view import markdown_table
 
 F64 = npt.NDArray[np.float64]
 KEYS = (128, 2048, 16384)

@@ -11,7 +11,7 @@ from support import fresh
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, quantize_
 from skuda.torch.attention import NAME
-from skuda.torch.kv_cache import Int8Cache, Int8Layer
+from skuda.torch.kv_cache import CacheLayer, Int8Cache
 
 CACHE = next(
     each for each in ("cache", "past_key_values") if each in signature(transformers.LlamaModel.forward).parameters
@@ -41,7 +41,7 @@ def llama(rng):
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Let pages that nothing has written hold scales of NaN, which no token may see."""
-    reserve = Int8Layer.reserve
+    reserve = CacheLayer.reserve
 
     def filled(self, *given):
         before = len(self.tensors[0]) if self.tensors else 0
@@ -49,7 +49,7 @@ def poisoned(monkeypatch):
         for tensor in self.tensors:
             tensor[before:].fill_(float("nan") if tensor.is_floating_point() else 77)
 
-    monkeypatch.setattr(Int8Layer, "reserve", filled)
+    monkeypatch.setattr(CacheLayer, "reserve", filled)
 
 
 def stepped(model, cache, ids, mask):
@@ -207,7 +207,7 @@ def test_layers_go_to_the_cpu_and_come_back_before_their_turn(monkeypatch):
     model, moves = llama(rng), []
     cache, plain = Int8Cache(model.config, offloading=True), Int8Cache(model.config)
     for name in ("offload", "prefetch"):
-        monkeypatch.setattr(Int8Layer, name, lambda self, name=name: moves.append((name, cache.layers.index(self))))
+        monkeypatch.setattr(CacheLayer, name, lambda self, name=name: moves.append((name, cache.layers.index(self))))
     again = copy.deepcopy(rng)
     ids, mask = started(model, rng, cache)
     started(model, again, plain)
@@ -220,7 +220,7 @@ def test_layers_go_to_the_cpu_and_come_back_before_their_turn(monkeypatch):
     layer.sequences.lengths = layer.sequences.lengths.to("meta")
     layer.prefetch()
     assert {tensor.device.type for tensor in layer.tensors} == {"meta"}
-    layer.offload = lambda: Int8Layer._move(layer, torch.device("meta"))
+    layer.offload = lambda: CacheLayer._move(layer, torch.device("meta"))
     layer.offload()
 
 

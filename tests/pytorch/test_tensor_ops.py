@@ -237,7 +237,7 @@ def test_no_tensor_is_kept():
 
 
 def test_the_number_of_launches_is_bounded(monkeypatch):
-    monkeypatch.setattr("skuda.dispatch.launches._MOST_KEYS", 3)
+    monkeypatch.setattr("skuda.dispatch.launch_cache._MOST_KEYS", 3)
     x, w, scale = product(fresh(), m=9)
     want = SKUDA.quantized_linear(x, w, scale)
     for _ in range(2):

@@ -43,7 +43,7 @@ import skuda.vllm
 from skuda.torch.int4 import int4_weight
 from skuda.torch.int8_linear import quantized_weight
 from skuda.vllm import linear_method
-from skuda.vllm.config import SkudaConfig
+from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 
 RANK, COUNT, FOLDER, SEED = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
@@ -56,7 +56,7 @@ SCHEMES = tuple(
 DYNAMIC, STATIC = SCHEMES[0], SCHEMES[-1]
 MERGED, WIDE = PARTS["merged"], 512
 CONFIG = VllmConfig()
-CONFIG.quant_config = SkudaConfig()
+CONFIG.quant_config = SkudaVllmConfig()
 KEY = current_platform.pass_key
 OF_ONE = {}
 """Outputs of one rank, by the number of rows."""
@@ -98,7 +98,7 @@ def right(layer, kind, x, parts, degree, scheme, forward=None):
 
 def new(kind, dtype, scheme, **more):
     """A layer of a checkpoint without weights."""
-    config = quantization(**scheme) if "group_size" in scheme else SkudaConfig.from_config(described(**scheme))
+    config = quantization(**scheme) if "group_size" in scheme else SkudaVllmConfig.from_config(described(**scheme))
     return made(kind, dtype, config, **more)
 
 
@@ -161,7 +161,7 @@ def floating(degree):
     for kind, dtype in itertools.product(PARTS, ELEMENTS):
         rng = drawn(kind, dtype)
         weights, whole = floats(kind, rng, dtype)
-        layer = made(kind, dtype, SkudaConfig(), bias=False)
+        layer = made(kind, dtype, SkudaVllmConfig(), bias=False)
         yield layer.weight.dtype is torch.int8
         load(layer, weights)
         ready(layer)
@@ -271,7 +271,7 @@ def head(degree):
     """A head of which each rank has a part of the vocabulary."""
     rng = drawn("head")
     with default_dtype(torch.bfloat16):
-        layer = ParallelLMHead(100, K, quant_config=SkudaConfig(head=True), prefix="lm_head")
+        layer = ParallelLMHead(100, K, quant_config=SkudaVllmConfig(head=True), prefix="lm_head")
     weight = torch.from_numpy(rng.standard_normal((100, K))).bfloat16()
     layer.weight.weight_loader(layer.weight, weight)
     ready(layer)

@@ -29,7 +29,7 @@ from vllm_layers import PARTS, described, made, quantization
 import skuda.vllm
 from skuda.registry import InvalidProblem
 from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
-from skuda.vllm.config import SkudaConfig
+from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 from skuda.vllm.linear_method import SkudaLinearMethod
 
@@ -80,7 +80,7 @@ SHORT = {"quant_method": "skuda", "ignore": ["re:.*down_proj"]}
 )
 def test_vllm_gets_the_config(config_of, description, overrides, ignored):
     found = quantized(config_of(description, quantization="skuda", hf_overrides=overrides))
-    assert type(found) is SkudaConfig
+    assert type(found) is SkudaVllmConfig
     for each in (found, pickle.loads(pickle.dumps(found))):  # noqa: S301  vLLM sends it to its workers
         assert each.get_name() == "skuda"
         assert each.checkpoint.ignore == ignored
@@ -103,7 +103,7 @@ def test_weights_have_4_bits_if_the_config_says_so(config_of, served, descriptio
         layer = made("column", torch.bfloat16, config)
         assert layer.weight.dtype is (torch.int8 if group_size is None else torch.uint8)
     if description is OWN:
-        assert type(quantized(config_of(OWN))) is SkudaConfig  # the checkpoint names it
+        assert type(quantized(config_of(OWN))) is SkudaVllmConfig  # the checkpoint names it
 
 
 @pytest.mark.parametrize("description", [described(), SHORT, OWN])
@@ -208,7 +208,7 @@ def test_checkpoints_of_skuda_without_packed_weights_of_one_form_are_refused(con
 
 @pytest.mark.parametrize("ignore", [["re:.*[qkv]_proj"], [f"layers.0.self_attn.{name}_proj" for name in "qkv"]])
 def test_layers_that_are_ignored_stay_floating(served, ignore):
-    for config in (SkudaConfig(described() | {"ignore": ignore}), SkudaConfig(ignore=tuple(ignore))):
+    for config in (SkudaVllmConfig(described() | {"ignore": ignore}), SkudaVllmConfig(ignore=tuple(ignore))):
         config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
         methods = {kind: made(kind, torch.bfloat16, config).quant_method for kind in PARTS}
         assert type(methods.pop("qkv")) is UnquantizedLinearMethod
@@ -219,11 +219,11 @@ def test_layers_that_are_ignored_stay_floating(served, ignore):
 
 
 def test_embeddings_and_heads_stay_floating(served):
-    for config in (SkudaConfig(), SkudaConfig(described()), SkudaConfig.from_config(OWN)):
+    for config in (SkudaVllmConfig(), SkudaVllmConfig(described()), SkudaVllmConfig.from_config(OWN)):
         for kind in (VocabParallelEmbedding, ParallelLMHead):
             assert type(kind(128, 64, quant_config=config, prefix="lm_head").quant_method) is UnquantizedEmbeddingMethod
     config = changed(f"{GROUP}.targets", ["Linear", "re:.*lm_head"]) | {"ignore": []}
-    for wrong in (SkudaConfig(config), SkudaConfig.from_config(OWN | {"ignore": []})):
+    for wrong in (SkudaVllmConfig(config), SkudaVllmConfig.from_config(OWN | {"ignore": []})):
         with pytest.raises(InvalidProblem, match="lm_head"):
             ParallelLMHead(128, 64, quant_config=wrong, prefix="lm_head")
 
@@ -233,15 +233,15 @@ def test_experts_are_refused_unless_they_are_ignored(alone):
     nn.Module.__init__(experts)
     for wrong in ((), ("re:.*gate_proj",)):
         with pytest.raises(InvalidProblem, match="experts"):
-            SkudaConfig(ignore=wrong).get_quant_method(experts, prefix)
+            SkudaVllmConfig(ignore=wrong).get_quant_method(experts, prefix)
     for right in ((prefix,), ("re:.*experts.*",), tuple(f"{prefix}.0.{name}_proj" for name in ("gate", "up", "down"))):
-        assert SkudaConfig(ignore=right).get_quant_method(experts, prefix) is None
+        assert SkudaVllmConfig(ignore=right).get_quant_method(experts, prefix) is None
 
 
 def test_another_kernel_is_refused(served, monkeypatch):
     monkeypatch.setattr(Kernel, "can_implement", classmethod(lambda cls, c: (False, "of the test")))
     with pytest.raises((InvalidProblem, ValueError)) as refusal:
-        made("row", torch.bfloat16, SkudaConfig())
+        made("row", torch.bfloat16, SkudaVllmConfig())
     assert "skuda" in str(refusal.value).lower()
 
 
@@ -255,25 +255,25 @@ def two(served, monkeypatch):
 
 def test_what_ranks_cannot_make_whole_is_refused_by_name(two, monkeypatch):
     with pytest.raises(InvalidProblem, match=r"o_proj .* at most 131071"):
-        made("row", torch.bfloat16, SkudaConfig(), k=131_074)
+        made("row", torch.bfloat16, SkudaVllmConfig(), k=131_074)
     with pytest.raises(InvalidProblem, match="reduce_results=False"):
-        made("row", torch.bfloat16, SkudaConfig(), bias=False, reduce_results=False)
+        made("row", torch.bfloat16, SkudaVllmConfig(), bias=False, reduce_results=False)
     passes = two.compilation_config.pass_config
     if hasattr(passes, "enable_sp"):  # vLLM 0.33 has no such pass
         monkeypatch.setattr(passes, "enable_sp", True)
         with pytest.raises(InvalidProblem, match="enable_sp"):
-            made("row", torch.bfloat16, SkudaConfig())
+            made("row", torch.bfloat16, SkudaVllmConfig())
         monkeypatch.setattr(passes, "enable_sp", False)
     monkeypatch.setattr(two, "lora_config", LoRAConfig())
-    made("column", torch.bfloat16, SkudaConfig())
+    made("column", torch.bfloat16, SkudaVllmConfig())
     with pytest.raises(InvalidProblem, match="enable_lora"):
-        made("row", torch.bfloat16, SkudaConfig())
+        made("row", torch.bfloat16, SkudaVllmConfig())
 
 
 def test_packed_weights_are_cut_at_rows_and_elements_that_fit_or_refused(two, monkeypatch):
     def part(kind, rows, k=256):
         monkeypatch.setitem(PARTS, kind, rows)
-        return made(kind, torch.bfloat16, SkudaConfig(weights="int4"), k=k).weight.shape
+        return made(kind, torch.bfloat16, SkudaVllmConfig(weights="int4"), k=k).weight.shape
 
     assert part("column", {None: 64}) == (2, 2, 1056)
     assert part("row", {None: 40}) == (3, 1, 1056)
@@ -290,7 +290,7 @@ def test_what_reduces_after_a_layer_is_off(two):
     two.compilation_config.pass_config.fuse_allreduce_rms = True
     assert made("row", torch.bfloat16, quantization()).reduce_results
     assert two.compilation_config.pass_config.fuse_allreduce_rms
-    assert not made("row", torch.bfloat16, SkudaConfig()).reduce_results
+    assert not made("row", torch.bfloat16, SkudaVllmConfig()).reduce_results
     assert not two.compilation_config.pass_config.fuse_allreduce_rms
 
 
@@ -314,7 +314,7 @@ def test_tensors_are_exchanged_by_nccl_of_vllm_if_it_has_it(alone, monkeypatch, 
 
 
 def test_vllm_keeps_no_layer_for_its_reload(served):
-    for config in (SkudaConfig(described(per_channel=False)), SkudaConfig(), SkudaConfig(weights="int4")):
+    for config in (SkudaVllmConfig(described(per_channel=False)), SkudaVllmConfig(), SkudaVllmConfig(weights="int4")):
         model = nn.ModuleDict({"layer": made("qkv", torch.bfloat16, config)})
         record_metadata_for_reloading(model)
         alive = weakref.ref(model["layer"])

@@ -35,7 +35,7 @@ from vllm_layers import ELEMENTS, K, checkpoint, default_dtype, expected, joined
 from skuda.registry.errors import InvalidRecord
 from skuda.torch import patterns
 from skuda.vllm import fusion
-from skuda.vllm.config import SkudaConfig
+from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.fusion import FusionPass, add_pass
 
 OPS, IR = torch.ops.skuda, torch.ops.vllm_ir
@@ -521,7 +521,7 @@ def test_bits_depend_on_no_timing_and_no_fused_gate(given):
         add_pass()
     assert options.pop(KEY).gates
     assert options == before
-    config.quant_config = SkudaConfig()
+    config.quant_config = SkudaVllmConfig()
     with set_current_vllm_config(config):
         add_pass()
     assert not options.pop(KEY).gates

@@ -23,7 +23,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.torch.int8_linear import quantized_weight
 from skuda.torch.tensor_op import OPS
 from skuda.vllm import head, linear_kernel
-from skuda.vllm.config import SkudaConfig
+from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.head import SkudaHeadMethod
 
 VOCABULARY, K = 100, 64
@@ -31,7 +31,7 @@ VOCABULARY, K = 100, 64
 
 
 def config(**more):
-    return SkudaConfig.from_config({"quant_method": "skuda", "head": True} | more)
+    return SkudaVllmConfig.from_config({"quant_method": "skuda", "head": True} | more)
 
 
 def made(dtype=torch.bfloat16, quantization=None):
@@ -119,7 +119,7 @@ def test_a_tied_head_is_refused_wherever_the_model_ties_it(served, monkeypatch):
     for kind in (ParallelLMHead, VocabParallelEmbedding):
         with pytest.raises(InvalidProblem, match="tie_word_embeddings"):
             kind(VOCABULARY, K, quant_config=config(), prefix="it")
-        kind(VOCABULARY, K, quant_config=SkudaConfig(), prefix="it")
+        kind(VOCABULARY, K, quant_config=SkudaVllmConfig(), prefix="it")
     text.tie_word_embeddings = False
     config().get_quant_method(VocabParallelEmbedding(VOCABULARY, K), "it")
 

@@ -29,7 +29,7 @@ import skuda.torch as st
 from skuda.registry.errors import InvalidProblem
 from skuda.vllm import exact, sampler, sampler_v2
 from skuda.vllm.attention import CACHE_DTYPE
-from skuda.vllm.config import SkudaConfig
+from skuda.vllm.config import SkudaVllmConfig
 
 WIDTH, MOST, STEPS = 300, 16, 6
 
@@ -123,7 +123,7 @@ class Second:
     """Requests in the tables of vLLM's second runner."""
 
     def __init__(self, prompts, mode="raw_logprobs"):
-        assert model_runner.Sampler is sampler_v2.ExactSampler
+        assert model_runner.Sampler is sampler_v2.ExactSamplerV2
         it = self.sampler = object.__new__(model_runner.Sampler)
         it.logprobs_mode, it.sampling_states = mode, states.SamplingStates(MOST, WIDTH)
         it.needs_logits_processing = np.ones(MOST, bool)
@@ -424,7 +424,7 @@ def config_of(**more):
         cache_config=CacheConfig(cache_dtype=CACHE_DTYPE, block_size=128),
         attention_config=AttentionConfig(backend=AttentionBackendEnum.CUSTOM),
     )
-    config.quant_config = SkudaConfig.from_config({"quant_method": "skuda", "exact": True})
+    config.quant_config = SkudaVllmConfig.from_config({"quant_method": "skuda", "exact": True})
     model = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="raw_logprobs", seed=0)
     fields = {"model_config": model, "use_v2_model_runner": False} | more
     names = ("quant_config", "cache_config", "attention_config", "speculative_config", "scheduler_config")
@@ -443,14 +443,14 @@ def worker_of(config, device="cpu"):
 
 def test_a_worker_has_the_sampler_if_the_config_asks_for_it(served, monkeypatch):
     assert type(worker_of(config_of()).model_runner.sampler) is sampler.ExactSampler
-    for other in (SkudaConfig(), SkudaConfig(head=True), None):
+    for other in (SkudaVllmConfig(), SkudaVllmConfig(head=True), None):
         assert (
             type(worker_of(config_of(quant_config=other, speculative_config=object())).model_runner.sampler) is Sampler
         )
     installed(monkeypatch)
     model_runner.Sampler = second.Sampler
     assert type(worker_of(config_of(use_v2_model_runner=True)).model_runner.sampler) is Sampler
-    assert model_runner.Sampler is sampler_v2.ExactSampler
+    assert model_runner.Sampler is sampler_v2.ExactSamplerV2
     hooked = worker_base.WorkerWrapperBase.init_device
     exact.offer()
     assert worker_base.WorkerWrapperBase.init_device is hooked
@@ -476,16 +476,16 @@ def test_exact_includes_the_head_and_refuses_floating_layers(served):
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     for of in ({"quant_method": "skuda"}, {"quant_method": "skuda", "weights": "int4"}, described()):
-        found = SkudaConfig.from_config(of | {"exact": True})
+        found = SkudaVllmConfig.from_config(of | {"exact": True})
         assert found.exact
         assert found.head
-    assert not SkudaConfig.from_config(described()).exact
+    assert not SkudaVllmConfig.from_config(described()).exact
     left = {"quant_method": "skuda", "exact": True, "ignore": ["re:.*left"]}
-    ReplicatedLinear(64, 64, quant_config=SkudaConfig.from_config(left), prefix="it")
+    ReplicatedLinear(64, 64, quant_config=SkudaVllmConfig.from_config(left), prefix="it")
     with pytest.raises(InvalidProblem, match=r"left.*floating"):
-        ReplicatedLinear(64, 64, quant_config=SkudaConfig.from_config(left), prefix="left")
+        ReplicatedLinear(64, 64, quant_config=SkudaVllmConfig.from_config(left), prefix="left")
     with pytest.raises(InvalidProblem, match="exact"):
-        SkudaConfig.from_config({"quant_method": "skuda", "exact": "yes"})
+        SkudaVllmConfig.from_config({"quant_method": "skuda", "exact": "yes"})
 
 
 def test_a_checkpoint_of_an_exact_model_is_served_exactly(served):
@@ -498,13 +498,13 @@ def test_a_checkpoint_of_an_exact_model_is_served_exactly(served):
         Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=size),), own=size is not None, exact=True)
         for size in (None, 128)
     )
-    found = SkudaConfig.from_config(eight.fields())
+    found = SkudaVllmConfig.from_config(eight.fields())
     assert found.exact
-    assert SkudaConfig.override_quantization_method(eight.fields(), None) == "skuda"
-    assert SkudaConfig.override_quantization_method(eight.fields(), "compressed-tensors") is None
+    assert SkudaVllmConfig.override_quantization_method(eight.fields(), None) == "skuda"
+    assert SkudaVllmConfig.override_quantization_method(eight.fields(), "compressed-tensors") is None
     assert type(ParallelLMHead(128, 64, quant_config=found, prefix="lm_head").quant_method) is SkudaHeadMethod
     with pytest.raises(InvalidProblem, match="lm_head must"):
-        ParallelLMHead(128, 64, quant_config=SkudaConfig.from_config(four.fields()), prefix="lm_head")
+        ParallelLMHead(128, 64, quant_config=SkudaVllmConfig.from_config(four.fields()), prefix="lm_head")
 
 
 def test_kernels_get_ready_for_every_number_of_rows_and_choice_of_sets(served, monkeypatch):

@@ -32,6 +32,7 @@ from skuda.tools.bench.timing import (
     time_interleaved,
 )
 from skuda.tools.bench.vllm import Vllm
+from skuda.tools.frame.run import Findings, NoDevice, Study
 from skuda.tools.options import (
     Element,
     File,
@@ -48,7 +49,6 @@ from skuda.tools.options import (
     option,
 )
 from skuda.tools.output import Report, chosen, refuse, split
-from skuda.tools.study.run import Findings, NoDevice, Study
 from skuda.tools.verify.fingerprint import source_hash
 from skuda.tools.verify.stamps import stamp
 from skuda.tools.words.cases import BenchCase, random_shapes, rank_of, select_cases, select_ops

@@ -16,7 +16,7 @@ from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
-from skuda.tools.study.record import Record
+from skuda.tools.frame.record import Record
 from skuda.tools.verify.evidence import DIGITS, Digest
 from skuda.tools.verify.fingerprint import source_hash
 

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.bench.record import OURS, BenchRecord, CaseResult
+from skuda.tools.frame.view import Facts, Parts, Sections, Table
 from skuda.tools.output import count, words
-from skuda.tools.study.view import Facts, Parts, Sections, Table
 
 _ROWS = {"M >= 1000": (1000, math.inf), "64 <= M < 1000": (64, 999), "M < 64": (1, 63)}
 """Classes of rows for the means of a product: the first is bound by arithmetic and the last by memory."""

@@ -20,6 +20,8 @@ from skuda.registry.text import printable
 from skuda.tools.bench.lab import HostLab, TorchLab
 from skuda.tools.bench.tune import Tuner, environment
 from skuda.tools.files import check
+from skuda.tools.frame.run import fresh_seed, refuse_beside_show, shown, silent
+from skuda.tools.frame.view import Parts, Table
 from skuda.tools.options import (
     Backend,
     Element,
@@ -37,8 +39,6 @@ from skuda.tools.options import (
     own_options,
 )
 from skuda.tools.output import chosen, progress, refuse, split, tell, words
-from skuda.tools.study.run import fresh_seed, refuse_beside_show, shown, silent
-from skuda.tools.study.view import Parts, Table
 from skuda.tools.words.cases import random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.words.problem import describe, pairs
 from skuda.tools.words.shapes import read_shapes

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.compile.bundle import Bundle, open_bundle, refuse_to_replace, write_bundle
-from skuda.dispatch.compile.member import Member
+from skuda.dispatch.compile.member import CubinRecord
 from skuda.dispatch.compile.sources import read_source
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry
@@ -64,15 +64,15 @@ def run(
     return _show(open_bundle(file), as_json=as_json)
 
 
-def _members(outcomes: Iterable[Outcome]) -> Iterator[tuple[Member, bytes]]:
+def _members(outcomes: Iterable[Outcome]) -> Iterator[tuple[CubinRecord, bytes]]:
     """Yield the compiled and cached cubins as members of a bundle."""
     for sku, launch, backend, device, _ in (outcome.wanted for outcome in outcomes):
         sought = backend.sought(sku, launch, device)
         cubin = backend.cubin(sku, launch, device).cubin
-        yield Member.of(sought.key, cubin, sku=sku.id, file=sku.source, compiler=sought.identity or ""), cubin
+        yield CubinRecord.of(sought.key, cubin, sku=sku.id, file=sku.source, compiler=sought.identity or ""), cubin
 
 
-def foreign_members(bundle: Bundle, registry: Registry) -> list[Member]:
+def foreign_members(bundle: Bundle, registry: Registry) -> list[CubinRecord]:
     """Return the members of a bundle that no lookup finds, because the installed sources differ.
 
     Modules that only the bundle names are not imported.

@@ -183,9 +183,9 @@ def _together(answers: dict[str, Answer]) -> dict[str, Answer]:
 
 def _answer(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> Answer:
     registry = dispatcher.registry
-    pick = match.choose(registry, problem, device, NO_PREFERENCE, match.NO_OBSTACLES)
+    pick = match.choose(registry, problem, device, NO_PREFERENCE, match.ALL_AVAILABLE)
     if pick is None:
-        decisions = match.explain(registry, problem, device, NO_PREFERENCE, match.NO_OBSTACLES).decisions
+        decisions = match.explain(registry, problem, device, NO_PREFERENCE, match.ALL_AVAILABLE).decisions
         return Answer(why=str(decisions[0].reasons[0]) if decisions else "no kernel is registered")
     chosen = pick.sku
     candidates = registry.candidates(problem.key())

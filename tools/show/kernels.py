@@ -11,10 +11,10 @@ from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.tools.output import tell
-from skuda.tools.verify.evidence import Records, Status, status, tally
+from skuda.tools.verify.evidence import KernelStatus, Records, status, tally
 
 Found = Sequence[tuple[Op, tuple[KernelSku, ...]]]
-Judge = Callable[[KernelSku], Status]
+Judge = Callable[[KernelSku], KernelStatus]
 """Returns what the evidence says about a kernel."""
 
 _SETS = {"float": FLOATS, "int": CODES, "w4w8": (*CODES8, ElementKind.S4), "int8": CODES8}

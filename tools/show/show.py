@@ -15,7 +15,7 @@ from skuda.registry.sku import KernelSku
 from skuda.tools.options import Evidence, Json, argument
 from skuda.tools.output import count, facts, folded, heading, indented, plain_table, present, reflowed, refuse
 from skuda.tools.show.kernels import evidence_words, judge_of, tell_aside
-from skuda.tools.verify.evidence import Status, load_records
+from skuda.tools.verify.evidence import KernelStatus, load_records
 from skuda.tools.words.arguments import COLUMNS, argument_rows
 from skuda.tools.words.problem import default_words, fields_of, type_words
 
@@ -46,7 +46,7 @@ def run(
     return 0
 
 
-def _show_sku(registry: Registry, sku: KernelSku, found: Status, *, as_json: bool) -> None:
+def _show_sku(registry: Registry, sku: KernelSku, found: KernelStatus, *, as_json: bool) -> None:
     promised, origin = sku.precision_guarantee, registry.origin(sku.id)
     requires = [sku.arch.describe(), *(constraint.describe() for constraint in sku.constraints)]
     workspace = " + ".join(" x ".join((f"{term.bytes_each} bytes", *term.factors)) for term in sku.workspace) or "none"

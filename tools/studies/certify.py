@@ -19,10 +19,10 @@ from skuda.dispatch.system.writing import write_whole
 from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.registry.text import one_line
 from skuda.tools.files import check
+from skuda.tools.frame.run import NoDevice, fresh_seed, silent
 from skuda.tools.options import Json, Number, Output, Seed, argument, flag, number, option
 from skuda.tools.output import progress, refuse, stdout, tell
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
-from skuda.tools.study.run import NoDevice, fresh_seed, silent
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Models that need no files: small ones with random weights."""

@@ -14,12 +14,12 @@ from skuda.dispatch import Dispatcher
 from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.tools.bench.bench import STUDY as BENCH
+from skuda.tools.frame.record import Record
+from skuda.tools.frame.run import Findings, NoDevice, Study, given
 from skuda.tools.options import Json, Markdown, Number, Output, Repeats, Seed, Show, Words, flag, number, option
 from skuda.tools.output import Report, chosen, split
 from skuda.tools.studies import model
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
-from skuda.tools.study.record import Record
-from skuda.tools.study.run import Findings, NoDevice, Study, given
 
 
 def measure_model(

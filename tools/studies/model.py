@@ -14,8 +14,8 @@ from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import device_named
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.value import Real, Size, Value
-from skuda.tools.study.record import Record
-from skuda.tools.study.view import Parts, Requirement, Sections, Table, requirements
+from skuda.tools.frame.record import Record
+from skuda.tools.frame.view import Parts, Requirement, Sections, Table, requirements
 
 Phase = Literal["decode", "prefill"]
 REAL_ONE, REAL_ALL, INT8_ONE, INT8_ALL = ("bf16 x1", "bf16 xN", "skuda x1", "skuda xN")

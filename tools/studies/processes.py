@@ -15,7 +15,7 @@ from skuda.dispatch import Dispatcher
 from skuda.dispatch.settings import environment
 from skuda.registry.device import HOST, Device
 from skuda.registry.value import Size, Value
-from skuda.tools.study.run import NoDevice
+from skuda.tools.frame.run import NoDevice
 
 PATIENCE = 900.0
 """Seconds for all of the work."""

@@ -15,6 +15,7 @@ from rich.text import Text
 from skuda.dispatch import Dispatcher
 from skuda.registry.device import Device
 from skuda.tools.files import check
+from skuda.tools.frame.run import fresh_seed
 from skuda.tools.options import Json, Ops, Output, Seed, Word, Words, flag, option
 from skuda.tools.output import (
     OP_WORDS,
@@ -31,7 +32,6 @@ from skuda.tools.output import (
     tell,
     words,
 )
-from skuda.tools.study.run import fresh_seed
 from skuda.tools.verify.evidence import EvidenceFile, OpCounts, SkuEvidence, by_op, default_path
 from skuda.tools.verify.verification import verify
 

@@ -210,7 +210,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Status:
+class KernelStatus:
     """What the evidence says about a kernel.
 
     `device` and `date` are those of the run that it comes from, `reason` says why it is stale, and `cards` are the
@@ -242,7 +242,7 @@ class Status:
                 return f"{'yes' if self.word == 'verified' else 'no'}: {self.words}, {self.date[:10]}"
 
 
-def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False) -> Status:
+def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False) -> KernelStatus:
     """Return a kernel's status; `reference` says whether it is the reference of its op.
 
     It is ``failed`` if the latest run of the unchanged kernel failed on any device, else ``verified`` if one verified
@@ -257,7 +257,7 @@ def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False)
     current = [(file, one) for file, one in unchanged if file.method == METHOD]
     failed = [(file, one) for file, one in current if one.verdict == "failed"]
     if not failed and (reference or not found):
-        return Status("reference" if reference else "unverified")
+        return KernelStatus("reference" if reference else "unverified")
     word: Word = "failed" if failed else "verified" if current else "stale"
     runs = failed or current or (unchanged or found)[-1:]
     last, reason = runs[-1][0], ""
@@ -265,10 +265,10 @@ def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False)
         changed = "the kernel or its reference has changed since it was run"
         reason = f"verified by method {runs[-1][0].method}, today's is {METHOD}" if unchanged else changed
     cards = tuple(dict.fromkeys(card_words(file.device.name) for file, _ in runs))
-    return Status(word, last.device.name, last.date, reason, cards)
+    return KernelStatus(word, last.device.name, last.date, reason, cards)
 
 
-def tally(found: Iterable[Status]) -> str:
+def tally(found: Iterable[KernelStatus]) -> str:
     """Count statuses: ``24 verified on H200, 2 stale``, or the words alone if all are equal.
 
     References are left out unless there is nothing else.

@@ -21,7 +21,7 @@ from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.compile import bundle as bundles
 from skuda.dispatch.compile.bundle import open_bundle, write_bundle
 from skuda.dispatch.compile.compilers import nvrtc_trouble
-from skuda.dispatch.compile.member import LARGEST_CUBIN, SCHEMA, Key, Member
+from skuda.dispatch.compile.member import LARGEST_CUBIN, SCHEMA, CubinRecord, Key
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.elementwise.fill import FillDescriptor
 from skuda.registry.errors import BundleError, CompileError
@@ -37,7 +37,7 @@ CUBINS = {name: elf(name * 40) for name in ("one", "two", "three")}
 
 
 def member(name, key=KEY, compiler="nvrtc 13.0", file=FILE):
-    return Member.of(key._replace(launch=f"{name} rule"), CUBINS[name], sku=name, file=file, compiler=compiler)
+    return CubinRecord.of(key._replace(launch=f"{name} rule"), CUBINS[name], sku=name, file=file, compiler=compiler)
 
 
 def written(path, names=CUBINS, **more):
@@ -295,7 +295,7 @@ def test_a_cubin_that_is_none_is_refused(tmp_path, monkeypatch, skuda):
     sku, launch, device = filled()
     key = CudaCoreBackend().sought(sku, launch, device).key
     for cubin in (b"#!/bin/sh", b"\x7fELF\x02\x01", b"\x7fELF\x02\x01" + b"\xff" * 200):
-        one = Member.of(key, cubin, sku=sku.id, file=sku.source, compiler="somebody")
+        one = CubinRecord.of(key, cubin, sku=sku.id, file=sku.source, compiler="somebody")
         monkeypatch.setenv("SKUDA_BUNDLE", str(write_bundle(tmp_path / "b", "0.1.0", [(one, cubin)])))
         with pytest.raises(BundleError, match="is no cubin"):
             CudaCoreBackend().shipped(sku, launch, device)

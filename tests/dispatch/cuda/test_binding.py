@@ -21,11 +21,11 @@ from toykernels.scaled import ScaledDescriptor, SummedDescriptor, scaled, summed
 from skuda.dispatch.cuda import arrays as cuda_arrays
 from skuda.dispatch.cuda import dlpack
 from skuda.dispatch.cuda.arrays import Torch
-from skuda.dispatch.cuda.facts import Facts
+from skuda.dispatch.cuda.facts import ArrayFacts
 from skuda.dispatch.cuda.runner import CudaRunner
 from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
-from skuda.dispatch.cuda.views import Layout, common_view
+from skuda.dispatch.cuda.views import ViewedArray, common_view
 from skuda.kernels.elementwise import FillDescriptor
 from skuda.kernels.elementwise.fill_launch import fill
 from skuda.kernels.launch import MOST_ZEROS, ZEROS, Pointer
@@ -226,7 +226,7 @@ def cuts(shape, strides):
 def test_a_view_is_found_exactly_where_there_is_one_and_has_the_longest_rows(drawn):
     shape, (one, two) = drawn
     possible = cuts(shape, one) & cuts(shape, two)
-    layouts = {"x": Layout(one, packed=False), "y": Layout(two, packed=False)}
+    layouts = {"x": ViewedArray(one, packed=False), "y": ViewedArray(two, packed=False)}
     if not possible:
         with pytest.raises(InvalidProblem, match="copy it first"):
             common_view("op", shape, layouts)
@@ -506,7 +506,7 @@ def test_tensors_are_taken_on_their_current_stream(rig, torch):
     rig.run(x=FakeTensor(), scale=1.0, y=FakeTensor(address=Y))
     assert rig.engine.launches[-1][1:] == ((X, 32, 0, 0, 1.0, Y, 32, 1, 32), 70)
     facts = Torch().facts(FakeTensor(dtype="bfloat16"))
-    assert facts == Facts(X, ElementKind.BF16, "bfloat16", (4, 8), (8, 1), 0)
+    assert facts == ArrayFacts(X, ElementKind.BF16, "bfloat16", (4, 8), (8, 1), 0)
 
 
 class FakeCupyArray:

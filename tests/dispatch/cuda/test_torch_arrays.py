@@ -16,7 +16,7 @@ from toykernels.scaled import ScaledDescriptor, SummedDescriptor, scaled, summed
 
 from skuda.dispatch.cuda import arrays as cuda_arrays
 from skuda.dispatch.cuda.arrays import Torch
-from skuda.dispatch.launches import Positions
+from skuda.dispatch.launch_cache import PositionalCall
 from skuda.registry import DriverError, InvalidProblem
 
 torch = pytest.importorskip("torch")
@@ -240,7 +240,7 @@ def by_position(rig, posing, monkeypatch):
     def first(x, scale=0.5, *, several=None, known=()):
         names, known = ("x", "scale", None), {"busy": lambda: False} | dict(known)
         shapes = {"y": tuple(x.shape)}
-        positions = Positions(names, {"x": x}, shapes, ("y",), several, unless="busy()", known=known)
+        positions = PositionalCall(names, {"x": x}, shapes, ("y",), several, unless="busy()", known=known)
         result = rig.plan.first_run("a key", {"x": x.detach().view(32), "scale": scale}, None, positions)
         (launch, *_) = rig.launches.of["a key"]
         return result, launch

@@ -290,18 +290,18 @@ class TestArraysDecide:
         problem = ToyDescriptor()
         driver = type("Driver", (), {"ordinal_of": staticmethod(lambda address: {0x1000: 3}[address])})
         with monkeypatch.context() as patch:
-            patch.setattr("skuda.dispatch.machine.driver", driver)
-            assert dispatcher._machine.device_of("toy", {"x": Silent()}).place == ("cuda", 3)
-        assert dispatcher._machine.device_of("toy", {"x": Silent()}).place == ("cuda", 0)
+            patch.setattr("skuda.dispatch.runtime.driver", driver)
+            assert dispatcher._runtime.device_of("toy", {"x": Silent()}).place == ("cuda", 3)
+        assert dispatcher._runtime.device_of("toy", {"x": Silent()}).place == ("cuda", 0)
         with pytest.raises(InvalidProblem, match=r"x must be on the CPU, where this plan runs; had an array on cuda$"):
             dispatcher.select(problem, device=HOST).run(x=Silent())
 
     def test_the_ordinal_of_the_array_chooses_the_card(self, registry):
         fake = FakeCuda("h200", "h200")
         cards, dispatcher = fake.cards, Dispatcher(registry, backends=[NumpyBackend(), fake])
-        assert dispatcher._machine.device_of("toy", {"x": OnCard(1)}) == cards[1]
-        assert dispatcher._machine.device_of("toy", {"x": OnCard(0, kind=13)}) == cards[0]
-        assert dispatcher._machine.device_of("toy", {"x": OnCard(0, kind=3)}) == HOST
+        assert dispatcher._runtime.device_of("toy", {"x": OnCard(1)}) == cards[1]
+        assert dispatcher._runtime.device_of("toy", {"x": OnCard(0, kind=13)}) == cards[0]
+        assert dispatcher._runtime.device_of("toy", {"x": OnCard(0, kind=3)}) == HOST
 
     def test_mixed_devices_are_refused_naming_each_argument(self, dispatcher):
         with pytest.raises(InvalidProblem, match=r"x on cpu:0, y on cuda:1"):

@@ -246,7 +246,7 @@ def test_behind_the_chosen_kernel_stands_the_ranking(registry):
     """Arrays that the chosen kernel cannot read for their alignment go to the first of the others."""
     tuning = tuned(measured(FIRST, 10.0), measured(SECOND, 1.0))
     judge = Tuned(tuning, "here", driver=lambda device: None, choices=lambda *_: ())
-    behind = partial(match.choose, registry, PROBLEM, H200, PlanPreference(), match.NO_OBSTACLES, tuned=judge)
+    behind = partial(match.choose, registry, PROBLEM, H200, PlanPreference(), match.ALL_AVAILABLE, tuned=judge)
     order = [pick := behind()]
     while pick := behind(behind=pick.sku):
         order.append(pick)

@@ -7,7 +7,7 @@ import pytest
 from support import assert_same_bits, fresh
 
 from skuda.dispatch.shard import NVLINK, Link, Shards, Traffic
-from skuda.dispatch.shard.layer import Course, LayerInput, Steps, run
+from skuda.dispatch.shard.layer import LayerInput, RankWork, ShardSchedule, run
 from skuda.registry.errors import InvalidRecord
 
 ROWS = 7
@@ -46,10 +46,10 @@ class Recorded:
 def on_one(shards, of_rank):
     """What happens, where the rows of each chunk hold its number."""
     numbers = np.repeat(np.arange(len(CHUNKS)), CHUNKS)[:, None] * np.ones((1, 4), int)
-    course = Course(shards, (ROWS,), (4,), (4,), per_row=True, scattered=True, chunks=CHUNKS)
+    schedule = ShardSchedule(shards, (ROWS,), (4,), (4,), per_row=True, scattered=True, chunks=CHUNKS)
     group = Recorded()
     steps = of_rank(group)
-    output = run(course, steps, group, LayerInput(numbers, np.arange(ROWS)))
+    output = run(schedule, steps, group, LayerInput(numbers, np.arange(ROWS)))
     assert_same_bits(output, numbers)
     return group.events
 
@@ -61,7 +61,7 @@ def test_sums_are_exchanged_behind_the_product_of_the_next_chunk():
             assert about.scale.tolist() == list(range(sum(CHUNKS[:chunk]), sum(CHUNKS[: chunk + 1])))
             return group.did(f"rescale {chunk}", sums.products)
 
-        return Steps(sums=lambda codes: group.did(f"product {codes[0, 0]}", codes), rescale=rescale)
+        return RankWork(sums=lambda codes: group.did(f"product {codes[0, 0]}", codes), rescale=rescale)
 
     assert on_one(Shards(axis="k", count=1), steps) == [
         *("product 0", "start sums 0"),
@@ -75,7 +75,7 @@ def test_sums_are_exchanged_behind_the_product_of_the_next_chunk():
 @pytest.mark.parametrize("given", ["columns", "whole"])
 def test_codes_are_gathered_ahead_and_outputs_behind(given):
     def steps(group):
-        return Steps(layer=lambda chunk: group.did(f"product {chunk.data[0, 0]}", chunk.data))
+        return RankWork(layer=lambda chunk: group.did(f"product {chunk.data[0, 0]}", chunk.data))
 
     ahead = given == "columns"
     events = on_one(Shards(axis="n", count=1, input=given, output="whole"), steps)

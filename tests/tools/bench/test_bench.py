@@ -37,7 +37,7 @@ from skuda.tools.bench.rival import Alternatives, Check, Rival
 from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.bench.timing import error_line, max_ulps, rounds_each, schedule
 from skuda.tools.cli import main
-from skuda.tools.study.run import silent
+from skuda.tools.frame.run import silent
 from skuda.tools.verify.trial import answer
 from skuda.tools.words import cases as cases_module
 from skuda.tools.words.cases import groups, problem_of, select_cases

@@ -30,7 +30,7 @@ from skuda.tools.bench.lab import LabSizes, TorchLab
 from skuda.tools.bench.record import least_work
 from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.bench.tune import Tuner
-from skuda.tools.study.run import silent
+from skuda.tools.frame.run import silent
 from skuda.tools.verify.trial import answer as reference_answer
 from skuda.tools.words.cases import groups, problem_of, select_cases
 

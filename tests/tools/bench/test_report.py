@@ -13,7 +13,7 @@ from skuda.tools.bench.bench import STUDY
 from skuda.tools.bench.record import Ceilings, RivalResult
 from skuda.tools.bench.report import sections
 from skuda.tools.cli import main
-from skuda.tools.study.view import markdown
+from skuda.tools.frame.view import markdown
 from skuda.tools.verify.fingerprint import source_hash
 
 EVIDENCE = ROOT / "docs" / "evidence"

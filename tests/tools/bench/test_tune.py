@@ -32,7 +32,7 @@ from skuda.tools.bench import lab
 from skuda.tools.bench.lab import HostLab
 from skuda.tools.bench.tune import Tuner, environment
 from skuda.tools.cli import main
-from skuda.tools.study.run import silent
+from skuda.tools.frame.run import silent
 from skuda.tools.verify.trial import answer
 from skuda.tools.words import cases as cases_module
 

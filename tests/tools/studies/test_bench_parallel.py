@@ -8,6 +8,7 @@ from support import fresh
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import device_named
 from skuda.tools.cli import main
+from skuda.tools.frame.view import markdown
 from skuda.tools.studies.model import (
     INT8_ALL,
     INT8_ONE,
@@ -18,7 +19,6 @@ from skuda.tools.studies.model import (
     PhaseResult,
     sections,
 )
-from skuda.tools.study.view import markdown
 
 TYPED = ["bench-model", "--ranks", "2", "--cpu", "--hidden", "32", "--intermediate", "48", "--repeats", "2"]
 

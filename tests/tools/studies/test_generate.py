@@ -10,8 +10,8 @@ from support import fresh
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import HOST
 from skuda.tools.cli import main
+from skuda.tools.frame.view import markdown
 from skuda.tools.studies.model import CACHES, FormResult, GenerateResult, ModelRecord, sections
-from skuda.tools.study.view import markdown
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

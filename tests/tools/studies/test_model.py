@@ -16,6 +16,7 @@ from skuda.kernels.quantize import FakeQuantizeDescriptor
 from skuda.registry.device import HOST as HOST_DEVICE
 from skuda.registry.device import device_named
 from skuda.tools.cli import main
+from skuda.tools.frame.view import markdown
 from skuda.tools.studies import commands
 from skuda.tools.studies.model import (
     CACHES,
@@ -32,7 +33,6 @@ from skuda.tools.studies.model import (
     PhaseResult,
     sections,
 )
-from skuda.tools.study.view import markdown
 
 torch = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from skuda.registry.device import HOST, device_named
-from skuda.tools.study.run import NoDevice
+from skuda.tools.frame.run import NoDevice
 
 pytest.importorskip("torch")
 

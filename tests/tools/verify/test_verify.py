@@ -28,7 +28,16 @@ from skuda.tools.verify import evidence
 from skuda.tools.verify import trial as trials
 from skuda.tools.verify.checks import CHECKS
 from skuda.tools.verify.compare import differing
-from skuda.tools.verify.evidence import EvidenceFile, Failure, Records, SkuEvidence, Status, load_records, status, tally
+from skuda.tools.verify.evidence import (
+    EvidenceFile,
+    Failure,
+    KernelStatus,
+    Records,
+    SkuEvidence,
+    load_records,
+    status,
+    tally,
+)
 from skuda.tools.verify.placement import LAYOUTS, HostPlacement
 from skuda.tools.verify.verification import verify
 from skuda.tools.words.devices import card_words
@@ -310,8 +319,8 @@ def test_the_latest_run_of_each_device_counts_and_a_failure_anywhere_shows():
 
 
 def test_tally():
-    here, there = Status("verified", cards=("H200",)), Status("verified", cards=("H100", "H200"))
-    stale, reference = Status("stale", cards=("H200",)), Status("reference")
+    here, there = KernelStatus("verified", cards=("H200",)), KernelStatus("verified", cards=("H100", "H200"))
+    stale, reference = KernelStatus("stale", cards=("H200",)), KernelStatus("reference")
     assert tally([here, reference]) == "verified on H200"
     assert tally([reference]) == "reference"
     assert (
@@ -333,7 +342,7 @@ def test_tally():
 )
 def test_a_status_describes_itself_in_a_line(word, says):
     cards = ("H200",) if word in ("verified", "failed", "stale") else ()
-    found = Status(word, "NVIDIA H200", "2026-01-02T03:04:05+00:00", "it has changed", cards)
+    found = KernelStatus(word, "NVIDIA H200", "2026-01-02T03:04:05+00:00", "it has changed", cards)
     assert found.describe() == says
 
 

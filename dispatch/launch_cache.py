@@ -1,4 +1,4 @@
-"""`Launches`: the one cache that leads from a call to its launch."""
+"""`LaunchCache`: the one cache that leads from a call to its launch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from skuda.dispatch.system.forks import in_child
 
-Launch = Callable[..., Any]
+CachedLaunch = Callable[..., Any]
 """Runs a prepared kernel on the arrays of a call like the one for which it was made, and returns the op's result, which
 is never None. For any other call it does nothing and returns None."""
 
 
-class Positions(NamedTuple):
+class PositionalCall(NamedTuple):
     """How an op of torch calls a kernel: arrays by position, with shapes of its own, and all outputs new."""
 
     names: tuple[str | None, ...]
@@ -33,7 +33,7 @@ class FirstRun(NamedTuple):
     """The result of a first run, and what serves calls like it."""
 
     result: Any
-    launch: Launch | None
+    launch: CachedLaunch | None
     """Serves calls like this one. None if nothing recognizes them."""
     placed: bool  # whether an array of the call is on the device, so that a call like it runs there
 
@@ -42,10 +42,10 @@ _MOST_KEYS = 8192
 _MOST_FORMS = 4
 """Launches under one key: calls that differ in what the key does not tell, such as strides."""
 
-_all: weakref.WeakSet[Launches] = weakref.WeakSet()
+_all: weakref.WeakSet[LaunchCache] = weakref.WeakSet()
 
 
-class Launches:
+class LaunchCache:
     """The launches of the latest calls, by key. Whoever runs a kernel asks here first.
 
     A key is what its user finds out fastest about a call. `Dispatcher.run` asks by problem and preference, `Plan.run`
@@ -54,10 +54,10 @@ class Launches:
     """
 
     def __init__(self) -> None:
-        self.of: dict[Hashable, tuple[Launch, ...]] = {}
+        self.of: dict[Hashable, tuple[CachedLaunch, ...]] = {}
         _all.add(self)
 
-    def keep(self, key: Hashable, launch: Launch) -> None:
+    def keep(self, key: Hashable, launch: CachedLaunch) -> None:
         """Keep a launch under a key."""
         if len(self.of) >= _MOST_KEYS:
             self.of.clear()

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from skuda.tools.study.view import Requirement, Table, markdown, markdown_table, requirements, show
+from skuda.tools.frame.view import Requirement, Table, markdown, markdown_table, requirements, show
 
 TABLE = Table(
     ("name", "first number", "second number", "kernel"), [("a_b*c", "1.0", "2.0", "some.kernel")], "Numbers", extra=2

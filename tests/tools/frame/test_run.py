@@ -9,9 +9,9 @@ import pytest
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, InvalidRecord
-from skuda.tools.study.record import Record
-from skuda.tools.study.run import NoDevice, Study
-from skuda.tools.study.view import Table
+from skuda.tools.frame.record import Record
+from skuda.tools.frame.run import NoDevice, Study
+from skuda.tools.frame.view import Table
 
 
 class ToyRecord(Record):

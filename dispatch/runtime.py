@@ -1,4 +1,4 @@
-"""`Machine`: what works here: the backends and their devices, and the plug-ins and kernels that were set aside."""
+"""`Runtime`: what works here: the backends and their devices, and the plug-ins and kernels that were set aside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.cuda.driver import driver
 from skuda.dispatch.host.arrays import place_of
 from skuda.dispatch.plugins.asking import KERNELS, Misbehaved, ask, error_text
-from skuda.dispatch.select.match import Obstacles
+from skuda.dispatch.select.match import Unavailable
 from skuda.dispatch.system.interrupts import held_back
 from skuda.dispatch.system.locks import lock
 from skuda.dispatch.system.transient import is_transient
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from skuda.dispatch.preference import PlanPreference
 
 
-class Machine:
+class Runtime:
     """The kernels of a registry, the backends that run them here, and what was set aside.
 
     Backends of plug-ins are asked with care: whatever they raise sets the plug-in aside, and other kernels serve.
@@ -48,8 +48,8 @@ class Machine:
         self._lock = lock()
 
     @classmethod
-    def found(cls, registry: Registry | None, backends: Iterable[Backend] | None) -> Machine:
-        """Return the machine with the given registry and backends, or with the built-in and installed ones for None."""
+    def found(cls, registry: Registry | None, backends: Iterable[Backend] | None) -> Runtime:
+        """Return the runtime with the given registry and backends, or with the built-in and installed ones for None."""
         own = registry is None
         if registry is None:
             with held_back():
@@ -95,9 +95,9 @@ class Machine:
         return found
 
     @cached_property
-    def obstacles(self) -> Obstacles:
+    def obstacles(self) -> Unavailable:
         """The backends and kernels that cannot be used here. A failure replaces it."""
-        return Obstacles({name: (s.remedy, s.detail) for name, s in self.status.items() if not s.available})
+        return Unavailable({name: (s.remedy, s.detail) for name, s in self.status.items() if not s.available})
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

@@ -17,9 +17,9 @@ from skuda.dispatch.select.environment import driver_version, skuda_version, ver
 from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.tools.files import check
+from skuda.tools.frame.record import Record
+from skuda.tools.frame.view import Sections, markdown, show
 from skuda.tools.output import progress, refuse, split, stdout, tell
-from skuda.tools.study.record import Record
-from skuda.tools.study.view import Sections, markdown, show
 
 _PACKAGES = ("numpy", "torch", "triton", "torchao", "bitsandbytes")
 _Kind = TypeVar("_Kind", bound=Record)
