@@ -386,12 +386,10 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _finish(self, model: Any) -> None:
         """Check the int8 layers that transformers has read, and make the model exact if it is to be."""
-        for name, layer in model.named_modules():
-            # Reading the codes also mends what a device map has put in their place.
-            if isinstance(layer, Int8Linear) and layer.weight_q.is_meta:
-                _refuse_offloaded(name)
+        _refuse_offloaded_codes(model)
         cast_(model, self._dtypes)
         self._make_unread(model)
+        _refuse_offloaded_codes(model)
         for name, layer in model.named_modules():
             if not isinstance(layer, Int8Linear):
                 continue
@@ -579,6 +577,13 @@ def _check_one_device(device_map: Mapping[str, Any] | str | None) -> None:
     if len(places) > 1 or "disk" in places:
         rule = "be one device: quantize and save the model there, and load what it saved with this map"
         raise InvalidProblem("from_pretrained", "device_map", ", ".join(sorted(places)), rule)
+
+
+def _refuse_offloaded_codes(model: nn.Module) -> None:
+    """Refuse int8 layers without codes in memory. Reading the codes mends what a device map has put in their place."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Int8Linear) and layer.weight_q.is_meta:
+            _refuse_offloaded(name)
 
 
 def _refuse_offloaded(name: str) -> NoReturn:
