@@ -7,12 +7,12 @@ import sys
 
 import pytest
 from paths import ROOT
-from restamp import Answer, fate_of
+from restamp import Answer, fate_of, without_repeated
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.compile.sources import source_hash
 from skuda.kernels.catalog import built_in_registry
-from skuda.tools.verify.evidence import EvidenceFile
+from skuda.tools.verify.evidence import EvidenceFile, load_records
 from skuda.tools.verify.stamps import stamp
 
 REGISTRY = built_in_registry()
@@ -38,9 +38,8 @@ def test_the_fate_of_a_kernel(now, base, fate):
 
 
 def test_records_have_the_launches_of_today_and_a_forged_stamp_is_seen(tmp_path):
-    record = next(
-        file for path in sorted((ROOT / "docs/evidence").glob("*verify*.json")) if (file := EvidenceFile.load(path))
-    )
+    stamped = (file for file in load_records().files if any(one.launches for one in file.skus))
+    record = next(stamped)
     made = [one for one in record.skus if one.launches][:3]
     for one in made:
         sku = REGISTRY.sku(one.sku)
@@ -50,13 +49,16 @@ def test_records_have_the_launches_of_today_and_a_forged_stamp_is_seen(tmp_path)
             assert found.launches == one.launches
     forged = record.model_copy(update={"skus": (made[0].model_copy(update={"launches": "0" * 16}),)})
     forged.save(tmp_path / "f.json")
-    program = [
-        sys.executable,
-        str(ROOT / "tests/programs/restamp.py"),
-        "--check",
-        "1",
-        str(tmp_path / "h200-verify.json"),
-    ]
+    program = [sys.executable, str(ROOT / "tests/programs/restamp.py"), "--check", "1", str(tmp_path / "f.json")]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert f"{made[0].sku} has another stamp than its own sources" in done.stdout
+
+
+def test_a_kernel_of_a_later_record_is_left_out_of_an_earlier_one():
+    record = next(file for path in sorted((ROOT / "docs/evidence").glob("*.json")) if (file := EvidenceFile.load(path)))
+    later = record.model_copy(update={"date": "2999-01-01", "skus": record.skus[:2]})
+    elsewhere = later.model_copy(update={"device": later.device.model_copy(update={"name": "another"})})
+    assert without_repeated(record, [record, later]).skus == record.skus[2:]
+    assert without_repeated(record, [record, elsewhere]) == record
+    assert without_repeated(later, [record, later]) == later
