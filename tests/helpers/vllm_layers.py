@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from skuda.kernels.linear.packed import group_of
 from skuda.torch.int4 import int4_weight
-from skuda.vllm.config import SkudaConfig
+from skuda.vllm.config import SkudaVllmConfig
 
 K, HEAD = 64, 16
 PARTS = {
@@ -45,7 +45,7 @@ SCHEMES = {
 def quantization(*, group_size=None, **scheme):
     """vLLM's own config of a checkpoint whose linear layers are int8, or skuda's of 4-bit weights."""
     if group_size is not None:
-        return SkudaConfig(weights="int4", group_size=group_size)
+        return SkudaVllmConfig(weights="int4", group_size=group_size)
     return CompressedTensorsConfig.from_config(described(**scheme))
 
 
