@@ -98,8 +98,8 @@ def test_times_and_ratios_stand_over_the_rows_at_which_each_was_timed(program):
 def test_every_point_of_a_record_is_drawn(program):
     _, record = records(EVIDENCE)[EVIDENCE / "h200x2-parallel.json"]
     (plot,) = program.plots_of(record)
-    rows = [one.rows for one in record.results]
-    want = [(form, rows, [one.times[form] for one in record.results]) for form in record.results[0].times]
+    rows = [one.rows for one in record.phases]
+    want = [(form, rows, [one.times[form] for one in record.phases]) for form in record.phases[0].times]
     assert [tuple(one) for one in plot.panels[0].series] == want
 
 

@@ -460,7 +460,7 @@ REFUSED = {
     ),
 )
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(folder, skuda, monkeypatch, writer, kind):
-    for worker in ("verify.command.verify", "ship.lock.make_lock", "bench.tune_command.Tuner", "study.run.Study.made"):
+    for worker in ("verify.command.verify", "ship.lock.make_lock", "bench.tune_command.Tuner", "frame.run.Study.made"):
         monkeypatch.setattr(f"skuda.tools.{worker}", lambda *_, **__: pytest.fail("it works"))
     make, name = REFUSED[kind]
     make(folder)

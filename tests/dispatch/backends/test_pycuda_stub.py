@@ -648,11 +648,11 @@ def test_ever_new_sizes_keep_a_bounded_number_of_objects(run, backend):
     report = run(
         """
         import gc
-        from skuda.dispatch import launches, planner
+        from skuda.dispatch import launch_cache, planner
         from skuda.dispatch.cuda.runner import CudaRunner
         from skuda.dispatch.cuda.scratch import Block
 
-        planner._MOST_PLANS = launches._MOST_KEYS = 32
+        planner._MOST_PLANS = launch_cache._MOST_KEYS = 32
 
         def kept(sizes):
             for n in sizes:
