@@ -116,6 +116,8 @@ def tune(
     margin: float | None = None,
 ) -> Tuning:
     """Measure, write the file if there is one, and return the new times."""
+    if output is not None:
+        check("tune", "--output", output)
     # The default tuning is off, because it must not change the ranking to compare with.
     dispatcher = Dispatcher(tuning="")
     registry, device = dispatcher.registry, dispatcher.devices[0]
@@ -167,7 +169,6 @@ def _before(path: Path, fresh: Tuning, *, update: bool, keep_margin: bool) -> Tu
 
     Raise `InvalidRecord` for an existing file that is not to be updated, or that was made in another environment.
     """
-    check("tune", "--output", path)
     if not path.exists():
         return fresh
     if not update:
