@@ -243,6 +243,9 @@ def attention(
         had = f"{states.shape[2]} for {new} queries"
         rule = "be as many as queries: it needs an Int8Cache(model.config) as the cache, and has no cross-attention"
         raise InvalidProblem(_in(module), "keys", had, rule)
+    if value.shape[-1] != size:
+        rule = "have the head size of the queries: such attention has no int8 kernel"
+        raise InvalidProblem(_in(module), "value", f"heads of {value.shape[-1]} beside {size}", rule)
     if cache is not None and not causal:
         raise InvalidProblem(_in(module), "cache", "an Int8Cache", "be left out where tokens see later ones")
     scaling = 1 / math.sqrt(size) if scaling is None else float(scaling)
