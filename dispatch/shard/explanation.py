@@ -23,7 +23,7 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.registry.value import Value, expect
-from skuda.registry.vocabulary import DynamicRangeScope
+from skuda.registry.vocabulary import DynamicRangeScope, Nonfinite
 
 MAIN = ("layer", "sums")
 """The names of the product. A layer has one of them."""
@@ -257,13 +257,16 @@ def _quantizing(
 ) -> dict[tuple[str, int], Descriptor]:
     bounds = {"q_min": problem.q_min, "q_max": problem.q_max, "output_element": problem.code_element}
     data = {"input_element": problem.activation_element}
+    rows, columns = problem.m, problem.k
     if schedule.shards.input == "rows":
         rows = schedule.rows[rank]
-        return {("quantize_rows", rows): DynamicRangeQuantizeDescriptor(n=rows, d=problem.k, **data, **bounds)}
-    size = {"n": problem.m, "d": schedule.columns[rank]}
+        if problem.nonfinite is Nonfinite.IGNORE:
+            return {("quantize_rows", rows): DynamicRangeQuantizeDescriptor(n=rows, d=columns, **data, **bounds)}
+    else:
+        columns = schedule.columns[rank]
     return {
-        ("amax", problem.m): AmaxDescriptor(**size, **data),
-        ("quantize", problem.m): AmaxQuantizeDescriptor(**size, **data, **bounds),
+        ("amax", rows): AmaxDescriptor(n=rows, d=columns, **data, nonfinite=problem.nonfinite),
+        ("quantize", rows): AmaxQuantizeDescriptor(n=rows, d=columns, **data, **bounds),
     }
 
 

@@ -319,10 +319,24 @@ class BoundShards:
             "row_sums": lambda codes: run("row_sums", len(codes), act_q=codes, weight_q=ones(codes.shape[1]))[:, 0],
             "channel_sums": lambda: run("channel_sums", 1, act_q=ones(inner()), weight_q=weight)[0],
         }
+
+        def amax(data: Any) -> Any:
+            return run("amax", len(data), input=data)
+
+        def quantize(data: Any, amax: Any) -> Any:
+            return run("quantize", len(data), input=data, amax=amax)[:2]
+
+        def quantize_rows(data: Any) -> Any:
+            return (
+                run("quantize_rows", len(data), input=data)[:2]
+                if "quantize_rows" in names
+                else quantize(data, amax(data))
+            )
+
         return RankWork(
-            amax=lambda data: run("amax", len(data), input=data),
-            quantize=lambda data, amax: run("quantize", len(data), input=data, amax=amax)[:2],
-            quantize_rows=lambda data: run("quantize_rows", len(data), input=data)[:2],
+            amax=amax,
+            quantize=quantize,
+            quantize_rows=quantize_rows,
             sums=lambda codes: run("sums", len(codes), act_q=codes, weight_q=weight),
             rescale=rescale,
             layer=product,
