@@ -194,7 +194,7 @@ class Undefined:
     def __init__(self) -> None:
         self.rows, self._told = 0, 0
         self._count: Tensor | None = None
-        self._copy: tuple[Tensor, torch.Event | None] | None = None
+        self._copy: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def settle(self, tokens: Tensor) -> Tensor:
         """Count the ids of -1, and turn them into 0 in place, since vLLM looks every id up.
@@ -218,10 +218,10 @@ class Undefined:
         return tokens.clamp_(min=0)
 
     @staticmethod
-    def _copied(count: Tensor) -> tuple[Tensor, torch.Event | None]:
+    def _copied(count: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         if not count.is_cuda:
             return count.clone(), None
-        event = torch.Event("cuda")
+        event = torch.cuda.Event()
         host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
         event.record()
         return host, event

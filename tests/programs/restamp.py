@@ -181,8 +181,9 @@ def fates(
     asked = [at for at in range(len(entries)) if at not in kept]
     questions = [entries[at].question for at in asked]
     answers, before = this_tree(_without_code(questions)), base(_without_code(questions)) if base else []
-    # The same CUDA code gives the same machine code, so that only launches tell.
-    needed = [at for at in range(len(asked)) if not before or before[at].text != answers[at].text]
+    thens = before or [None] * len(asked)
+    triples = zip(asked, answers, thens, strict=True)
+    needed = [turn for turn, (at, now, then) in enumerate(triples) if _code_tells(entries[at].had, now, then)]
     again = [questions[at] for at in needed]
     for tree, known in ((this_tree, answers), (base, before)):
         if tree is not None and again:
@@ -192,6 +193,15 @@ def fates(
     for turn, at in enumerate(asked):
         found[at] = fate_of(entries[at].had, answers[turn], before[turn] if before else None), answers[turn]
     return found
+
+
+def _code_tells(had: Answer, now: Answer, then: Answer | None) -> bool:
+    """Return whether the fate of a kernel, or its new stamp, depends on machine code, which takes long to compile."""
+    if now.source_hash == had.source_hash and not had.launches:
+        return now.compiler == had.compiler
+    recorded = had.launches == now.launches and bool(had.machine_code) and had.compiler == now.compiler
+    of_sources = then is not None and then.source_hash == had.source_hash
+    return recorded or (of_sources and then.launches == now.launches and then.text != now.text)
 
 
 def _without_code(questions: Sequence[Question]) -> list[Question]:
@@ -285,14 +295,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.answer:
         sys.stdout.write(json.dumps(this_tree([Question(*each) for each in json.load(sys.stdin)])))
         return 0
+    paths = given.files or sorted((ROOT / "docs" / "evidence").glob("*.json"))
+    folders = {path.parent for path in paths}
+    verified = [file for folder in folders for file in load_records(folder).files]
+    benches = {path: bench for folder in folders for path, bench in BenchRecord.files(folder).items()}
     wrong = 0
     with other_tree(given.base) if given.base else nullcontext() as base:
-        for path in given.files or sorted((ROOT / "docs" / "evidence").glob("*.json")):
-            found: Record | None = EvidenceFile.load(path) or BenchRecord.files(path.parent).get(path)
+        for path in paths:
+            found: Record | None = EvidenceFile.load(path) or benches.get(path)
             if found is None or isinstance(found.device, str):
                 continue
-            others = load_records(path.parent).files
-            record = without_repeated(found, others) if isinstance(found, EvidenceFile) else found
+            record = without_repeated(found, verified) if isinstance(found, EvidenceFile) else found
             made, told = restamped(record, given.check or 0, base, fill=given.fill)
             counts = Counter(fate for _, fate in told)
             sys.stdout.write(f"{path.name}: {', '.join(f'{number} {fate}' for fate, number in counts.items())}\n")

@@ -102,7 +102,7 @@ class _Verification:
     progress: Report | None
     finished: Finished | None
     found: dict[str, SkuEvidence] = field(default_factory=dict)
-    meanings: dict[str, str] = field(default_factory=dict)
+    meanings: dict[str, Future[str]] = field(default_factory=dict)
     lost_to: str = ""
     done: int = 0
     total: int = 0
@@ -122,11 +122,13 @@ class _Verification:
             raise InvalidProblem("verify", "--case", str(self.only), "be the number of a case of these kernels")
         # While a GPU runs, the cubins and the references of later kernels are made. What fails to compile here fails
         # again when the kernel is planned, and is recorded then.
-        pools = [ThreadPoolExecutor(number) for number in (os.cpu_count(), 1, _DRAWERS)]
-        compilers, planner, drawers = pools
+        pools = [ThreadPoolExecutor(number) for number in (os.cpu_count(), 1, _DRAWERS, 1)]
+        compilers, planner, drawers, stamper = pools
         ahead = self.device.processor == "cuda"
         compiled = deque(planner.submit(_compile, unit, compilers) for unit in units if ahead)
         drawn: deque[Future[None]] = deque()
+        ops = {unit[0].op.name: unit[0].op for unit in units if ahead}
+        self.meanings = {name: stamper.submit(meaning, op) for name, op in ops.items()}
         coming = iter(units if ahead else ())
         try:
             for op, several in groupby(units, key=lambda unit: unit[0].op):
@@ -204,11 +206,9 @@ class _Verification:
         """Return the stamps of a kernel, which has been compiled; none of one that failed."""
         if self.device.processor != "cuda" or trial.failures:
             return {}
-        name, backend = trial.op.name, self.dispatcher.backends[trial.sku.backend]
-        if name not in self.meanings:
-            self.meanings[name] = meaning(trial.op)
+        backend = self.dispatcher.backends[trial.sku.backend]
         found = stamp(trial.sku, (case.problem for case in trial.op.cases), self.device, backend)
-        return {**found._asdict(), "meaning": self.meanings[name]}
+        return {**found._asdict(), "meaning": self.meanings[trial.op.name].result()}
 
     def _answers(self) -> bool:
         """Return whether the device still answers after a failure: an illegal access ends all work of the process."""
