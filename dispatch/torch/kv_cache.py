@@ -357,7 +357,7 @@ class Int8Cache(Cache):  # type: ignore[misc]
             layer.waits = False
         self._own_pages()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last columns; `tokens_to_remove` is negative, as in transformers.
 
         Raises
@@ -366,10 +366,12 @@ class Int8Cache(Cache):  # type: ignore[misc]
             For a positive number, or columns with padding between tokens or to the right.
         """
         given: object = tokens_to_remove
+        if isinstance(given, Tensor) and not given.ndim:  # assisted decoding of transformers 5.17 passes one
+            given = given.item()
         if isinstance(given, bool) or not isinstance(given, int) or given > 0:
             raise InvalidProblem("Int8Cache.crop", "tokens_to_remove", shown(given), "be an integer, negative or 0")
-        if tokens_to_remove and self.sequences.started:
-            self.sequences.crop(-tokens_to_remove)
+        if given and self.sequences.started:
+            self.sequences.crop(-given)
             self._own_pages()
 
     def _own_pages(self) -> None:
