@@ -18,11 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from skuda.dispatch.compile.sources import Source
 from skuda.dispatch.settings import cache_directory, environment
 from skuda.dispatch.system import programs
 from skuda.dispatch.system.packages import installed
 from skuda.dispatch.system.transient import is_transient
+from skuda.kernels.sources import Source
 from skuda.registry.errors import CompileError
 
 _STANDARD = "-std=c++17"

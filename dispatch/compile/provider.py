@@ -12,11 +12,11 @@ from skuda.dispatch.compile.cache import CubinCache, Found
 from skuda.dispatch.compile.compilers import Compiler, Job
 from skuda.dispatch.compile.cubin import Kernel, read_kernels
 from skuda.dispatch.compile.member import Key
-from skuda.dispatch.compile.sources import Source, read_source
 from skuda.dispatch.cuda.packing import parameter_layout
 from skuda.dispatch.settings import bundle_names
 from skuda.dispatch.telemetry import logger_of
 from skuda.kernels.launch import Launch, Step
+from skuda.kernels.sources import Source, read_source
 from skuda.registry.backend import BackendSpec
 from skuda.registry.device import Device
 from skuda.registry.errors import CompileError

@@ -78,7 +78,7 @@ class Candidate(Value):
     sku: Annotated[str, AfterValidator(_identity)]  # id of the kernel
     choice: Line = ""  # name of the configuration; empty if the kernel has only one
     source_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """See `skuda.dispatch.compile.sources.source_hash`; the times apply only while it is unchanged."""
+    """See `skuda.kernels.sources.source_hash`; the times apply only while it is unchanged."""
     timing: Timing | None = None  # the times; None if it was refused
     refused: Line = ""  # why it was not timed: a wrong result or an error
 

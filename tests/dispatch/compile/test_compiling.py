@@ -20,9 +20,9 @@ from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.compile.compilers import Job, Nvcc, Nvrtc, find_nvcc, find_nvrtc, nvrtc_trouble
 from skuda.dispatch.compile.cubin import read_kernels
 from skuda.dispatch.compile.provider import placed
-from skuda.dispatch.compile.sources import read_source
 from skuda.dispatch.cuda.packing import packable, packer, parameter_layout
 from skuda.kernels.launch import Constant, Launch, Pointer, Step
+from skuda.kernels.sources import read_source
 from skuda.registry import CompileError, ElementKind
 
 SOURCE = "toykernels:scaled.cu"
