@@ -15,7 +15,6 @@ from skuda.dispatch.plan import Plan
 from skuda.dispatch.planner import Planner
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.runtime import Runtime
-from skuda.dispatch.select import match
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, log_selection, logger_of
 from skuda.registry.descriptor import Descriptor
@@ -73,13 +72,13 @@ class Dispatcher:
         _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
         _check("nvtx", nvtx, bool, "be True, False or None")
         given = None if backends is None else _backends_of(backends)
-        self._tuned = _tuned_by(tuning_file() if tuning is None else tuning, self.choices)
         self._runtime = Runtime.found(registry, given)
+        self._tuned = _tuned_by(tuning_file() if tuning is None else tuning, self._runtime)
         self._launches = LaunchCache()
         log = log_selection if logger_of("dispatch") is not None else None
         observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
         ranges = Ranges() if (nvtx_enabled() if nvtx is None else nvtx) else None
-        self._planner = Planner(self._runtime, self._launches, self._tuned, observers, ranges, self.explain)
+        self._planner = Planner(self._runtime, self._launches, self._tuned, observers, ranges)
         self._runtime.changed = self._planner.forget
         self.registry, self.backends = self._runtime.registry, self._runtime.backends
 
@@ -141,7 +140,7 @@ class Dispatcher:
     def _plan(self, problem: Descriptor, preference: PlanPreference, device: Device) -> Plan:
         plan = self._planner.plan(problem, preference, device)
         if plan is None:
-            raise Unsupported(self.explain(problem, preference, device))
+            raise Unsupported(self._planner.explain(problem, preference, device))
         return plan
 
     def prepare_rows(
@@ -249,14 +248,7 @@ class Dispatcher:
         InvalidProblem
             For an argument of the wrong type, or an unknown device.
         """
-        problem, preference, device = _checked(self._runtime, problem, preference, device)
-        asked = (self.registry, problem, device, preference, self._runtime.obstacles)
-        found = match.explain(*asked, self._runtime.notes(problem, preference, device), tuned=self._tuned)
-        chosen = self.registry.sku(found.chosen or "")
-        if chosen is None:
-            return found
-        remarks = self._runtime.remarks(chosen, problem, preference.part_of(device), found.choice)
-        return found.model_copy(update={"notes": (*found.notes, *remarks)}) if remarks else found
+        return self._planner.explain(*_checked(self._runtime, problem, preference, device))
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device | str | None) -> tuple[str, ...]:
         """Return the names of the configurations in which a kernel can run a problem on a device, best first.
@@ -321,9 +313,7 @@ def _named(runtime: Runtime, name: str) -> Device:
     return found
 
 
-def _tuned_by(
-    tuning: Tuning | str | os.PathLike[str] | None, choices: Callable[[KernelSku, Descriptor, Device], tuple[str, ...]]
-) -> Tuned | None:
+def _tuned_by(tuning: Tuning | str | os.PathLike[str] | None, runtime: Runtime) -> Tuned | None:
     """Return the measured times that are given, or those of a file. Return None for None and for an empty string."""
     if tuning is None or (isinstance(tuning, str) and not tuning):
         return None
@@ -337,8 +327,8 @@ def _tuned_by(
 
     _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
     if isinstance(tuning, Tuning):
-        return Tuned(tuning, "a tuning of this program", driver, choices)
-    return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), driver, choices)
+        return Tuned(tuning, "a tuning of this program", driver, runtime.choices)
+    return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), driver, runtime.choices)
 
 
 def _backends_of(given: Iterable[object]) -> tuple[Backend, ...]:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skuda.dispatch.settings import logged_topics
@@ -18,7 +17,6 @@ from skuda.registry.text import one_line, shown
 
 if TYPE_CHECKING:
     from skuda.dispatch.backends.base import Runner
-    from skuda.dispatch.plan import Plan
     from skuda.dispatch.preference import PlanPreference
     from skuda.dispatch.select.explanation import Decision, Explanation
     from skuda.dispatch.select.match import Pick
@@ -107,29 +105,6 @@ class Selection:
 
 Observer = Callable[[Selection], object]
 """A function that is called with every selection, in the requesting thread, before that thread gets its plan."""
-
-
-class Watch:
-    """Makes a plan with `choose`, which returns a pick or None, and `prepare`, and times both."""
-
-    def __init__(self, choose: Callable[[], Pick | None], prepare: Callable[[Pick], Plan]) -> None:
-        self._choose, self._prepare = choose, prepare
-        self.pick: Pick | None = None
-        self.error: BaseException | None = None
-        self.times: tuple[float, float] | None = None
-
-    def __call__(self) -> Plan | None:
-        """Choose and prepare."""
-        start = perf_counter()
-        self.pick = self._choose()
-        chosen = perf_counter()
-        try:
-            return None if self.pick is None else self._prepare(self.pick)
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self.times = (chosen - start, perf_counter() - chosen)
 
 
 class Guarded:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from skuda.dispatch.cuda.driver import driver, failure
-from skuda.dispatch.cuda.launcher import Send
+from skuda.dispatch.cuda.launcher import Bound, Send
 from skuda.dispatch.cuda.packing import Packed, Packer
-from skuda.dispatch.cuda.runner import Bound, must_opt_in
+from skuda.dispatch.cuda.runner import must_opt_in
 from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Step
 from skuda.registry.cached import cached_property

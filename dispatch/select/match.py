@@ -232,7 +232,7 @@ def explain(
     for sku in registry.skus_of(problem.op_name()):
         reasons = rules.reasons_against(sku)
         if reasons:
-            refused.append(Decision.judged(sku.id, None, reasons))
+            refused.append(Decision.unchecked(sku=sku.id, rank=None, reasons=reasons))
         else:
             accepted.append(sku)
     # Among equally many reasons, first the ones that the caller can remove without changing the problem.
@@ -246,7 +246,7 @@ def explain(
         problem=as_json(problem),
         device=device,
         preference=preference,
-        decisions=(*(Decision.judged(sku.id, rank, ()) for rank, sku in enumerate(accepted)), *refused),
+        decisions=(*(Decision.unchecked(sku=sku.id, rank=at, reasons=()) for at, sku in enumerate(accepted)), *refused),
         notes=notes,
         registry=registry.digest,
         verdict=verdict,
