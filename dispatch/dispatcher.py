@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,12 +24,15 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.registry.text import shown
+from skuda.registry.value import expect
 
 if TYPE_CHECKING:
     from skuda.dispatch.plugins.loading import Plugin
     from skuda.dispatch.select.explanation import Explanation
     from skuda.dispatch.select.measured import Tuned
     from skuda.dispatch.select.tuning import Tuning
+
+_expect = partial(expect, "Dispatcher")
 
 
 class Dispatcher:
@@ -68,9 +72,15 @@ class Dispatcher:
         on_selection: Observer | None = None,
         nvtx: bool | None = None,
     ) -> None:
-        _check("registry", registry, Registry, "be a Registry, or None for the installed ops and kernels")
-        _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
-        _check("nvtx", nvtx, bool, "be True, False or None")
+        expect(
+            "Dispatcher",
+            "registry",
+            registry,
+            Registry | None,
+            "be a Registry, or None for the installed ops and kernels",
+        )
+        _expect("on_selection", on_selection, Callable | None, "be a function of a Selection, or None")
+        _expect("nvtx", nvtx, bool | None, "be True, False or None")
         given = None if backends is None else _backends_of(backends)
         self._runtime = Runtime.found(registry, given)
         self._tuned = _tuned_by(tuning_file() if tuning is None else tuning, self._runtime)
@@ -291,10 +301,16 @@ def _checked(
         _refuse("problem", problem, f"be one of its problems: {problem.__name__}(...)")
     if not isinstance(problem, Descriptor) or "op" not in type(problem).__pydantic_fields__:
         _refuse("problem", problem, "be a descriptor, such as Dispatcher.describe(op, ...)")
-    _check("preference", preference, PlanPreference, "be a PlanPreference, such as PlanPreference(backend=...)")
+    expect(
+        "Dispatcher",
+        "preference",
+        preference,
+        PlanPreference | None,
+        "be a PlanPreference, such as PlanPreference(backend=...)",
+    )
     if isinstance(device, str):
         device = _named(runtime, device)
-    _check("device", device, Device, "be a Device, the name of one, or None")
+    _expect("device", device, Device | None, "be a Device, the name of one, or None")
     return problem, preference or NO_PREFERENCE, device or runtime.devices[0]
 
 
@@ -325,7 +341,9 @@ def _tuned_by(tuning: Tuning | str | os.PathLike[str] | None, runtime: Runtime) 
     def driver(device: Device) -> str | None:
         return driver_of(device) if device.ordinal is not None else None
 
-    _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
+    expect(
+        "Dispatcher", "tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None"
+    )
     if isinstance(tuning, Tuning):
         return Tuned(tuning, "a tuning of this program", driver, runtime.choices)
     return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), driver, runtime.choices)
@@ -334,19 +352,13 @@ def _tuned_by(tuning: Tuning | str | os.PathLike[str] | None, runtime: Runtime) 
 def _backends_of(given: Iterable[object]) -> tuple[Backend, ...]:
     """Return backends, or raise `InvalidProblem` for anything else."""
     try:
-        found = tuple(given)
+        found: tuple[Any, ...] = tuple(given)
     except TypeError:
         _refuse("backends", given, "be several Backends, or None for the installed ones")
     for backend in found:
         if not isinstance(backend, Backend):
             _refuse("backends", backend, "hold Backends, such as NumpyBackend()")
-    return tuple(backend for backend in found if isinstance(backend, Backend))
-
-
-def _check(argument: str, given: object, kind: Any, must: str) -> None:
-    """Raise `InvalidProblem` for an argument that is neither None nor of a kind."""
-    if given is not None and not isinstance(given, kind):
-        _refuse(argument, given, must)
+    return found
 
 
 def _refuse(argument: str, given: object, must: str) -> NoReturn:

@@ -168,7 +168,10 @@ class Planner:
         def done(error: BaseException | None) -> None:
             if self._observers:
                 times = chosen - start, perf_counter() - chosen
-                explain, passed = partial(self.explain, problem, preference, device), behind and behind.id
+                explain, passed = (
+                    partial(self.explain, problem, preference, device),
+                    None if behind is None else behind.id,
+                )
                 report(Selection(problem, device, preference, pick, *times, error, passed, explain))
 
         try:

@@ -251,7 +251,7 @@ class Runtime:
     def _exclude(self, more: Mapping[str, tuple[str, str]]) -> None:
         _ = self.obstacles  # computed outside the lock, because that may set plug-ins aside
         with self._lock:
-            self.obstacles = self.obstacles.and_also(more)
+            self.obstacles = Unavailable({**self.obstacles, **more})
 
     def _replace(self, plugin: Plugin, aside: Plugin) -> None:
         with self._lock:

@@ -273,38 +273,32 @@ class Ranges:
 
     def round(self, runner: Runner, sku: KernelSku) -> Runner:
         """Return a runner whose launches are ranges, named by op and SKU."""
-        return _InRange(runner, self._domain, self._domain.get_event_attributes(message=f"{sku.op}: {sku.id}"))
+        attributes = self._domain.get_event_attributes(message=f"{sku.op}: {sku.id}")
+
+        @contextmanager
+        def ranged() -> Iterator[None]:
+            self._domain.push_range(attributes)
+            try:
+                yield
+            finally:
+                self._domain.pop_range()
+
+        return _InRange(runner, ranged)
 
 
 class _InRange:
-    """A runner whose launches are NVTX ranges; `domain` and `attributes` are objects of the package ``nvtx``."""
+    """A runner whose launches are in a context that `ranged` makes, or functions that it decorates. A check is not."""
 
-    def __init__(self, runner: Runner, domain: Any, attributes: Any) -> None:
-        self.notes = runner.notes
-        self._runner = runner
-        self._push, self._pop, self._attributes = domain.push_range, domain.pop_range, attributes
-
-    def check(self, arrays: Mapping[str, object]) -> None:
-        """Check without running, and without a range."""
-        self._runner.check(arrays)
+    def __init__(self, runner: Runner, ranged: Callable[[], Any]) -> None:
+        self.notes, self.check = runner.notes, runner.check
+        self._runner, self._ranged = runner, ranged
 
     def run(self, arrays: Mapping[str, object], stream: object) -> object:
-        """Run inside the range."""
-        self._push(self._attributes)
-        try:
+        """Run inside the context."""
+        with self._ranged():
             return self._runner.run(arrays, stream)
-        finally:
-            self._pop()
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
-        """Return a callable that launches inside the range."""
-        launch, push, pop, attributes = self._runner.bind(arrays, stream), self._push, self._pop, self._attributes
-
-        def ranged() -> object:
-            push(attributes)
-            try:
-                return launch()
-            finally:
-                pop()
-
+        """Return a callable that launches inside the context."""
+        ranged: Callable[[], object] = self._ranged()(self._runner.bind(arrays, stream))
         return ranged

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from skuda.dispatch.settings import cache_directory, environment
 from skuda.dispatch.system import programs
@@ -38,16 +38,6 @@ class Job(NamedTuple):
     source: Source  # source and headers
     flags: tuple[str, ...]  # flags of the SKU and its configuration; the same for every compiler
     arch: str  # target architecture, for example ``sm_90``
-
-
-class Compiler(Protocol):
-    """A compiler from CUDA source to cubin."""
-
-    def identity(self, source: Source) -> str:
-        """Return a name for all properties of the compiler that the cubin depends on."""
-
-    def compile(self, job: Job) -> bytes:
-        """Return the cubin. Raise `CompileError` with the complete output of the compiler."""
 
 
 class Nvcc:
@@ -154,6 +144,9 @@ class Nvrtc:
             folder = cache_directory() / f"nvrtc-headers-{self.version[0]}.{self.version[1]}"
             return [f"--use-bundled-headers={folder}"]
         return [f"-I{folder}" for folder in _toolkit_headers()]
+
+
+Compiler = Nvcc | Nvrtc
 
 
 def _target(arch: str) -> list[str]:

@@ -119,7 +119,7 @@ class CubinProvider(ABC):
         found = self.cache.get(sought.key, sought.identity, build, sku=sku.id, file=sku.source)
         if log is not None and not built:
             log.info("%s for %s: found in %s", sku.id, arch, self.cache.folder)
-        placed(sku, launch.steps, found.cubin)
+        agreeing(sku, launch.steps, read_kernels(found.cubin))
         return found._replace(built=built)
 
     def cached(self, sku: KernelSku, launch: Launch, device: Device) -> bool:
@@ -145,16 +145,11 @@ def arch_of(sku: KernelSku, device: Device) -> str:
     return f"sm_{major}{minor}"
 
 
-def placed(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> tuple[Step, ...]:
+def agreeing(sku: KernelSku, steps: tuple[Step, ...], kernels: Mapping[str, Kernel]) -> tuple[Step, ...]:
     """Compare a launch's parameters with those of the compiled kernels; return the steps with parameter offsets.
 
     Raise `CompileError` if a kernel is missing, or the number or size of its parameters differs.
     """
-    return agreeing(sku, steps, read_kernels(cubin))
-
-
-def agreeing(sku: KernelSku, steps: tuple[Step, ...], kernels: Mapping[str, Kernel]) -> tuple[Step, ...]:
-    """Do the same as `placed` with the kernels that were read from the cubin."""
     found = []
     for step in steps:
         kernel = kernels.get(step.entry)

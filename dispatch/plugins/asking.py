@@ -1,15 +1,18 @@
 """Calls the methods of backends. Whatever a backend raises or returns, the dispatcher gets a value or `Misbehaved`.
 
-Output that a backend prints in a call goes to standard error. Its texts become single lines.
+Its texts become single lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend, BackendStatus
-from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.registry.device import Device
 from skuda.registry.errors import SkudaError
 from skuda.registry.text import one_line
@@ -25,6 +28,28 @@ class Misbehaved(Exception):
     def __init__(self, backend: str, message: str) -> None:
         super().__init__(message)
         self.backend = backend
+
+
+@contextmanager
+def kept_clean() -> Iterator[None]:
+    """Send to standard error what this block prints, also by C code and child processes.
+
+    In a program with several threads nothing is redirected, because the others print, too.
+    """
+    if threading.active_count() > 1:
+        yield
+        return
+    saved = None
+    with redirect_stdout(sys.stderr):
+        try:
+            with suppress(OSError):  # a program can run without these descriptors
+                saved = os.dup(1)
+                os.dup2(2, 1)
+            yield
+        finally:
+            if saved is not None:
+                os.dup2(saved, 1)
+                os.close(saved)
 
 
 def ask(backend: Backend, question: str, *asked: Any) -> Any:

@@ -381,31 +381,6 @@ print(plan.sku.backend, plan.run(value=1.0).tolist())
         assert {f"loud: {what} by {how}" for what in asked} <= set(ran.stderr.splitlines())
 
 
-def test_other_threads_keep_standard_output_while_a_plugin_loads(install, capsys):
-    code = """
-        import builtins
-        print("from the plug-in")
-        builtins.skuda_test_loading.set()
-        builtins.skuda_test_printed.wait(60)
-        records = []
-    """
-    loading, printed = threading.Event(), threading.Event()
-    vars(builtins).update(skuda_test_loading=loading, skuda_test_printed=printed)
-    try:
-        install("slow_plugin", code, kernels="records")
-        before = sys.stdout
-        thread = threading.Thread(target=Dispatcher)
-        thread.start()
-        assert loading.wait(60)
-        print("from the program")  # noqa: T201  the subject
-        printed.set()
-        thread.join()
-    finally:
-        del builtins.skuda_test_loading, builtins.skuda_test_printed
-    assert sys.stdout is before
-    assert capsys.readouterr() == ("from the program\n", "from the plug-in\n")
-
-
 UGLY = "\x1b]0;owned\x07\x1b[31mred\r\nnext\u2028line\u202egnp\x00\x9b\ud800 the end"
 LONG = "much of it " * 200_000
 
