@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from skuda.dispatch.advance import Prepared, Progress, Rows, prepare_rows
@@ -338,15 +337,13 @@ def _tuned_by(tuning: Tuning | str | os.PathLike[str] | None, runtime: Runtime) 
     from skuda.dispatch.select.measured import Tuned
     from skuda.dispatch.select.tuning import Tuning
 
-    def driver(device: Device) -> str | None:
-        return driver_of(device) if device.ordinal is not None else None
-
     expect(
         "Dispatcher", "tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None"
     )
-    if isinstance(tuning, Tuning):
-        return Tuned(tuning, "a tuning of this program", driver, runtime.choices)
-    return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), driver, runtime.choices)
+    origin, times = "a tuning of this program", tuning
+    if not isinstance(times, Tuning):
+        origin, times = os.fspath(times), Tuning.load(times)
+    return Tuned(times, origin, lambda device: None if device.ordinal is None else driver_of(device), runtime.choices)
 
 
 def _backends_of(given: Iterable[object]) -> tuple[Backend, ...]:

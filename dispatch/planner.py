@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from skuda.dispatch.launch_cache import LaunchCache
-from skuda.dispatch.plan import Plan
+from skuda.dispatch.plan import Plan, Ready
 from skuda.dispatch.plugins.asking import Misbehaved
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.runtime import Runtime
@@ -209,18 +209,10 @@ class Planner:
         runner = runtime.prepared(sku, problem, part, choice) if device.ordinal is not None else None
         if runner is not None and self._ranges is not None:
             runner = self._ranges.round(runner, sku)
-        following, plugin = partial(self.plan, problem, preference, device, sku), runtime.plugin_of(sku)
-        failed = None if plugin is None else partial(runtime.launch_failed, sku, plugin)
+        ready, plugin = None, runtime.plugin_of(sku)
+        if runner is not None:
+            failed = None if plugin is None else partial(runtime.launch_failed, sku, plugin)
+            ready = Ready(runner, self._launches, partial(self.plan, problem, preference, device, sku), failed)
+        asked = {"problem": problem, "device": device, "preference": preference}
         measured = pick.reason if choice == pick.choice else ""
-        return Plan.prepared(
-            sku,
-            problem,
-            device,
-            preference,
-            runner,
-            following,
-            failed,
-            launches=self._launches,
-            choice=choice,
-            measured=measured,
-        )
+        return Plan.prepared(ready, sku=sku, choice=choice, measured=measured, **asked)

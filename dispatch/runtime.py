@@ -137,12 +137,6 @@ class Runtime:
         # A backend without configurations need not accept the parameter.
         return backend.prepare(sku, problem, device, **({"choice": choice} if choice else {}))
 
-    def kernel_of(
-        self, sku: KernelSku, problem: Descriptor, device: Device, choice: str
-    ) -> tuple[tuple[str, ...], int]:
-        """Return what tells a kernel from others of its SKU; see `Backend.kernel_of`."""
-        return self.backends[sku.backend].kernel_of(sku, problem, device, choice)
-
     def make_ready(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str) -> bool | None:
         """Load a kernel, and return whether it was compiled; see `Backend.make_ready`.
 

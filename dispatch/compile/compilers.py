@@ -103,10 +103,8 @@ class Nvrtc:
 
     def identity(self, source: Source) -> str:
         """Return the version, and that of CUDA's headers if the source includes any."""
-        # The wheel's version includes the build number, which the library's own version lacks.
-        build = _version_of("nvidia-cuda-nvrtc") or _version_of("nvidia-cuda-nvrtc-cu12") or ""
         headers = f" headers {_header_version(self._header_options())}" if source.foreign else ""
-        return f"nvrtc {self.version[0]}.{self.version[1]} {build} {_STANDARD}{headers}"
+        return f"nvrtc {self.version[0]}.{self.version[1]} {nvrtc_version()} {_STANDARD}{headers}"
 
     def compile(self, job: Job) -> bytes:
         """Return the cubin. Raise `CompileError` with the options and the complete output of NVRTC."""
@@ -203,11 +201,17 @@ def _nvrtc() -> Nvrtc:
 
 
 @cache
-def _version_of(distribution: str) -> str | None:
+def version_of(distribution: str) -> str:
+    """Return the version of a distribution; empty if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return ""
+
+
+def nvrtc_version() -> str:
+    """Return the version of NVRTC's wheel, with the build number; empty if it is not installed."""
+    return version_of("nvidia-cuda-nvrtc") or version_of("nvidia-cuda-nvrtc-cu12")
 
 
 @cache

@@ -18,6 +18,7 @@ from skuda.dispatch.telemetry import logger_of
 from skuda.kernels.launch import Launch, Step
 from skuda.kernels.sources import Source, read_source
 from skuda.registry.backend import BackendSpec
+from skuda.registry.cached import cached_property
 from skuda.registry.device import Device
 from skuda.registry.errors import CompileError
 from skuda.registry.sku import KernelSku
@@ -48,22 +49,18 @@ class CubinProvider(ABC):
     def compiler(self) -> Compiler | None:
         """Return the compiler, or None if there is none here."""
 
-    @property
+    @cached_property
     def cache(self) -> CubinCache:
         """The cubin cache, created on first use."""
-        if self._cache is None:
-            self._cache = CubinCache()
-        return self._cache
+        return self._cache or CubinCache()
 
-    @property
+    @cached_property
     def bundles(self) -> tuple[Bundle, ...]:
         """The bundles to search, in order, before the cache; opened on first use.
 
         Raise `BundleError` if a bundle in the settings must not be used.
         """
-        if self._bundles is None:
-            self._bundles = tuple(open_bundle(name) for name in bundle_names())
-        return self._bundles
+        return tuple(map(open_bundle, bundle_names())) if self._bundles is None else self._bundles
 
     def sought(self, sku: KernelSku, launch: Launch, device: Device) -> Sought:
         """Return the key of a SKU's cubin for a device, with the source and the compiler that would build it."""

@@ -26,9 +26,7 @@ _POINTER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER
 
 def bindings_trouble() -> str | None:
     """Return why cuda-bindings cannot be used, or None; imports no large package."""
-    if not installed("cuda.bindings"):
-        return "cuda-bindings is not installed"
-    return None
+    return None if installed("cuda.bindings") else "cuda-bindings is not installed"
 
 
 def bindings_version() -> str:

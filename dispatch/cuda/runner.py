@@ -8,7 +8,6 @@ from typing import Any
 
 from skuda.dispatch.cuda.call import Binder, CheckedCall
 from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver, inherited
-from skuda.dispatch.cuda.facts import Framework
 from skuda.dispatch.cuda.launcher import Engine, LaunchSetup, Sender, launch_of
 from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
@@ -55,6 +54,10 @@ class CudaRunner:
     @cached_property
     def _sender(self) -> Sender:
         return Sender(self._op, self._engine, self._driver, self._context)
+
+    @cached_property
+    def _waiting(self) -> Sender:
+        return Sender(self._op, self._engine, self._driver, self._context, waits=True)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -105,7 +108,7 @@ class CudaRunner:
 
     def _run(self, arrays: Mapping[str, object], stream: object) -> tuple[object, CheckedCall, Sender]:
         call = self._bound(arrays)
-        sender = self._sender_for(call.framework)
+        sender = self._waiting if call.framework.waits else self._sender
         # Checked arrays need not be recognized, and some kinds never are.
         values = call.values(arrays)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
@@ -154,11 +157,6 @@ class CudaRunner:
             return result
 
         return launch
-
-    def _sender_for(self, framework: Framework) -> Sender:
-        if not framework.waits:
-            return self._sender
-        return Sender(self._op, self._engine, self._driver, self._context, waits=True)
 
     def _send(self, sender: Sender, call: CheckedCall, values: list[Any], handle: int, stream: object) -> None:
         if self._scratch is None:

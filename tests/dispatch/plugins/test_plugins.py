@@ -16,6 +16,7 @@ from support import sampled
 
 from skuda.dispatch import Dispatcher, Plan, PlanPreference
 from skuda.dispatch.backends.numpy import HostRunner
+from skuda.dispatch.plan import Ready
 from skuda.dispatch.plugins import loading as plugins
 from skuda.dispatch.plugins.loading import load_backends, load_kernels
 from skuda.kernels.catalog import built_in_registry
@@ -574,7 +575,8 @@ def test_an_error_in_a_kernel_of_ours_names_the_kernel_and_stays_what_it_is(how)
 
     sku = built_in_registry().ops["fill"].skus[-1]
     problem = Dispatcher(built_in_registry()).describe("fill", numel=2, output_element="f32")
-    plan = Plan.prepared(sku, problem, HOST, PlanPreference(), HostRunner(problem, broken))
+    ready = Ready(HostRunner(problem, broken))
+    plan = Plan.prepared(ready, sku=sku, problem=problem, device=HOST, preference=PlanPreference())
     with pytest.raises(ZeroDivisionError, match="ours") as caught:
         CALLS[how](plan)
     assert caught.value.__notes__ == [f"raised in the kernel {sku.id}"]
