@@ -71,13 +71,7 @@ class Dispatcher:
         on_selection: Observer | None = None,
         nvtx: bool | None = None,
     ) -> None:
-        expect(
-            "Dispatcher",
-            "registry",
-            registry,
-            Registry | None,
-            "be a Registry, or None for the installed ops and kernels",
-        )
+        _expect("registry", registry, Registry | None, "be a Registry, or None for the installed ops and kernels")
         _expect("on_selection", on_selection, Callable | None, "be a function of a Selection, or None")
         _expect("nvtx", nvtx, bool | None, "be True, False or None")
         given = None if backends is None else _backends_of(backends)
@@ -300,13 +294,7 @@ def _checked(
         _refuse("problem", problem, f"be one of its problems: {problem.__name__}(...)")
     if not isinstance(problem, Descriptor) or "op" not in type(problem).__pydantic_fields__:
         _refuse("problem", problem, "be a descriptor, such as Dispatcher.describe(op, ...)")
-    expect(
-        "Dispatcher",
-        "preference",
-        preference,
-        PlanPreference | None,
-        "be a PlanPreference, such as PlanPreference(backend=...)",
-    )
+    _expect("preference", preference, PlanPreference | None, "be a PlanPreference, such as PlanPreference(backend=...)")
     if isinstance(device, str):
         device = _named(runtime, device)
     _expect("device", device, Device | None, "be a Device, the name of one, or None")
@@ -337,9 +325,7 @@ def _tuned_by(tuning: Tuning | str | os.PathLike[str] | None, runtime: Runtime) 
     from skuda.dispatch.select.measured import Tuned
     from skuda.dispatch.select.tuning import Tuning
 
-    expect(
-        "Dispatcher", "tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None"
-    )
+    _expect("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
     origin, times = "a tuning of this program", tuning
     if not isinstance(times, Tuning):
         origin, times = os.fspath(times), Tuning.load(times)
