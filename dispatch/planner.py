@@ -168,10 +168,8 @@ class Planner:
         def done(error: BaseException | None) -> None:
             if self._observers:
                 times = chosen - start, perf_counter() - chosen
-                explain = partial(self.explain, problem, preference, device)
-                report(
-                    Selection(problem, device, preference, pick, *times, error, behind.id if behind else None, explain)
-                )
+                explain, passed = partial(self.explain, problem, preference, device), behind.id if behind else None
+                report(Selection(problem, device, preference, pick, *times, error, passed, explain))
 
         try:
             plan = None if pick is None else self._prepared(problem, preference, device, pick)
