@@ -208,3 +208,21 @@ def test_the_pages_have_the_blocks_that_they_should():
     entered = [(words, expected) for block in console for words, expected in commands(block)]
     assert sum(words[0] == "skuda" for words, _ in entered) >= 5
     assert sum(bool(expected) for _, expected in entered) >= 3
+
+
+def test_a_page_that_is_wrong_is_found():
+    page = ROOT / "page.md"
+    text = (
+        "<!-- not run: no card -->\n```python\nprint(1)\n```\n\n  ```console\n  $ skuda list  # all\n  a...z\n  ```\n"
+    )
+    python, console = blocks_of(page, text)
+    assert (python.not_run, python.line, python.text) == ("no card", 2, "print(1)\n")
+    assert commands(console) == [(["skuda", "list"], "a...z")]
+    assert console.not_run == ""
+    assert matches("a...z\nb", "a to z  \nb\n")
+    assert not matches("a...z\nb", "a to y\nb")
+    assert PRINTED.findall("print(1)  # 1\n  print(2)\n  # 2\nx = 3  # 3") == ["1", "2"]
+    assert run(["skuda", "nonsense"]) == 2
+    assert run(["make", "nonsense"]) != 0
+    assert run(["rm", "-r"]) != 0
+    assert extras_known("skuda[nonsense]") != 0

@@ -56,3 +56,10 @@ def test_the_table_of_vllm_has_the_medians_of_its_rounds(tables, tmp_path):
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "examples"], ids=lambda page: page.name)
 def test_no_figure_is_written_by_hand(page):
     assert not [line for line in outside(page.read_text(encoding="utf-8")).splitlines() if FIGURE.search(line)]
+
+
+def test_a_figure_is_known_when_it_is_seen():
+    for text in ("12.8 us", "| 301 ms |", "1,437 TFLOP/s", "4.1 TB/s", "2.0 x faster", "1.50x"):
+        assert FIGURE.search(text), text
+    for text in ("16x4096", "128 x 256", "sm_90a", "100 columns", "64 MiB"):
+        assert not FIGURE.search(text), text
