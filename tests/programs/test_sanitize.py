@@ -32,16 +32,6 @@ cat <<'END'
 ========= ERROR SUMMARY: 2 errors
 END
 exit 86"""
-WRONG = """
-import itertools
-import sys
-from skuda.dispatch.backends import numpy
-from skuda.tools.cli import main
-
-right, calls = numpy.HostRunner.run, itertools.count()
-numpy.HostRunner.run = lambda self, arrays, stream: right(self, {**arrays, "value": next(calls) % 7}, stream)
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture
