@@ -63,7 +63,7 @@ def check_peft(ours):
         assert "skuda" not in function.__wrapped__.__globals__["__name__"]
 
 
-CHECKS = {"skuda.torch.transformers": check_transformers, "skuda.torch.peft": check_peft}
+CHECKS = {"skuda.torch.hf.transformers": check_transformers, "skuda.torch.hf.peft": check_peft}
 
 
 def interrupt(module, parts, at, *, error):

@@ -19,7 +19,7 @@ from skuda.tools.bench.clock import Replay
 from skuda.tools.studies.llama import LlamaMLP, LlamaSizes, config_of
 from skuda.tools.studies.model import NO_OP, OPS
 from skuda.torch import Dynamic, DynamicLinear, StaticLinear, fuse_, quantize_
-from skuda.torch.joined import JoinedLinear
+from skuda.torch.linear.joined import JoinedLinear
 
 _ROWS = 4
 _CODES: Any = {"q_min": -127, "q_max": 127}
