@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from importlib.resources.abc import Traversable
 from typing import NamedTuple
 
-from skuda.dispatch.compile.code import c_tokens, code_hash
+from skuda.kernels.code import c_tokens, code_hash
 from skuda.registry.sku import KernelSku
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
