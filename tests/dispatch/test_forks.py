@@ -112,7 +112,7 @@ def in_thread(call, *given):
     return thread
 
 
-def test_a_fork_waits_for_an_import_that_another_thread_began_in_a_first_call(slow):
+def test_a_fork_waits_for_an_import_of_a_first_call(slow):
     def asks():
         return resolve("imported_slowly", "found") == 5
 

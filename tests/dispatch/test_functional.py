@@ -8,8 +8,6 @@ import pickle
 import pydoc
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,9 +20,9 @@ from toy import ToyDescriptor, toy_op
 import skuda
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.select.fields import Fields
-from skuda.functional import call, default_dispatcher, function
+from skuda.functional import call
 from skuda.kernels.catalog import built_in_ops
-from skuda.registry import ArgumentSpec, Case, ElementKind, InvalidProblem, Registry, Role, Unsupported
+from skuda.registry import Case, InvalidProblem, Registry, Unsupported
 
 OPS = {op.name: op for op in built_in_ops()}
 X, CODES = np.float32([[0.3, -1.2, 3], [9, 0, -4]]), np.int8([[1, -2, 3], [4, 5, -6]])
@@ -101,25 +99,6 @@ def test_a_function_is_made_once_and_is_found_by_its_name():
         assert pydoc.render_doc(one, renderer=pydoc.plaintext).count(f"\n{name}(*, ") == 1
         assert OPS[name].documentation == one.__doc__
     assert set(skuda.ops.__all__) == OPS.keys()
-
-
-@pytest.mark.parametrize("given", [{"x": 1}, {}, {"a": 1}, {"a": 1, "b": 2}])
-def test_keywords_are_refused_as_those_of_any_function(given):
-    def written(*, a, b, c):
-        pass
-
-    class ThreeDescriptor(ToyDescriptor):
-        signature = tuple(ArgumentSpec(name, Role.INPUT, ElementKind.F32, "m") for name in "abc")
-
-    made = function(replace(toy_op(), descriptor=ThreeDescriptor), __name__)
-    written.__qualname__ = made.__name__
-    with pytest.raises(TypeError) as want:
-        written(**given)
-    with pytest.raises(TypeError) as got:
-        made(**given)
-    assert str(got.value) == str(want.value)
-    with pytest.raises(TypeError, match="takes 0 positional arguments but 1 was given"):
-        made(1, **given)
 
 
 def test_bounds_are_those_of_the_codes_and_outputs_are_written():
@@ -219,19 +198,6 @@ def test_an_op_that_computes_its_arguments_is_a_function_that_needs_every_field(
     assert skuda.ops.toy(x=X[0], m=3).tolist() == (X[0] + X[0]).tolist()
     with pytest.raises(InvalidProblem, match="toy: x must be an array of shape"):
         skuda.ops.toy(x=X[0])
-
-
-def test_threads_share_one_dispatcher(monkeypatch):
-    monkeypatch.setattr("skuda.functional._default", [])
-    barrier = threading.Barrier(4)
-
-    def ask(_):
-        barrier.wait()
-        return default_dispatcher()
-
-    with ThreadPoolExecutor(4) as pool:
-        first, *others = pool.map(ask, range(4))
-    assert all(other is first for other in others)
 
 
 def test_the_package_imports_nothing_before_it_is_asked():

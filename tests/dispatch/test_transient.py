@@ -43,7 +43,7 @@ def test_a_backend_is_asked_again(monkeypatch, error, question):
     assert dispatcher.select(ToyDescriptor(m=4)).sku.backend == "numpy"
 
 
-def test_a_driver_that_could_not_be_opened_for_want_of_files_is_opened_again(monkeypatch):
+def test_a_driver_without_free_files_is_opened_again(monkeypatch):
     text = f"libcuda.so.1: cannot open shared object file: {os.strerror(errno.EMFILE)}"
     dispatcher = toy_dispatcher(backends=[NumpyBackend(), CudaCoreBackend()])
     monkeypatch.setattr(CudaCoreBackend, "trouble", lambda _: None)

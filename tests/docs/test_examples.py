@@ -148,6 +148,6 @@ print(streams)
 """
 
 
-def test_the_launch_for_a_gpu_passes_arguments_in_order_and_takes_the_stream(installed):
+def test_the_launch_for_a_gpu_passes_arguments_and_stream(installed):
     """The interpreter stands in for the GPU, and lambdas for torch's streams."""
     assert ran([sys.executable, "-c", LAUNCH], **installed) == "[(7, 3), ('default', 3)]\n"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
 
 import pytest
 from matplotlib.figure import Figure
@@ -24,7 +22,7 @@ def program():
     return module
 
 
-def test_the_plots_of_the_pages_are_there_and_of_the_records_beside_them(program):
+def test_the_plots_of_the_pages_are_those_of_records(program):
     digests = {stem: digest for stem, (digest, _) in program.drawable(EVIDENCE).items()}
     files = {path.relative_to(EVIDENCE).as_posix(): path for path in EVIDENCE.glob("*/*")}
     assert set(files) == program.shown(), "`make plots` draws those that pages show, and no others"
@@ -59,71 +57,12 @@ def test_shown_plots_are_drawn_once_and_all_others_removed(program, tmp_path):
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_layer_is_drawn_by_rows_over_bf16(program):
-    times = {"bf16 compiled": 30.0, "fp8": 20.0}
-    cases = [measured("quantized_linear", (m, 4096, 4096), us, **times) for m, us in ((16, 10.0), (64, 12.0))]
-    (plot,) = program.plots_of(record_of(measured("quantized_linear", (8, 512, 512), 1.0), *reversed(cases)))
-    (panel,) = plot.panels
-    assert (plot.name, panel.ticks, panel.log) == ("layer", [16, 64], "x")
-    assert {one.name: (one.x, one.y) for one in panel.series} == {
-        "skuda": ([16, 64], [3.0, 2.5]),
-        "bf16 compiled": ([16, 64], [1.0, 1.0]),
-        "fp8": ([16, 64], [1.5, 1.5]),
-    }
-    assert program.plots_of(record_of(cases[0])) == [], "one point is no curve"
-
-
-def test_engines_are_drawn_by_sequences_ours_first(program, tmp_path):
-    said = "loaded after 9 s\nround 0 fp8 {'step_ms 1': 3.0, 'step_ms 16': 5.0, 'prefill 8x2048': 9}\n"
-    said += "round 0 skuda {'step_ms 1': 2.0}\nround 1 skuda {'step_ms 1': 4.0}\nround 0 unknown {'step_ms 1': 1.0}\n"
-    (tmp_path / "h100-vllm-engines.txt").write_text(said)
-    ((stem, (_, (plot,))),) = program.drawable(tmp_path).items()
-    assert (stem, plot.name) == ("h100-vllm-engines", "steps")
-    assert plot.title.endswith("on an H100")
-    assert [(one.name, one.x, one.y) for one in plot.panels[0].series] == [
-        ("skuda", [1], [3.0]),
-        ("fp8", [1, 16], [3.0, 5.0]),
-    ]
-
-
-def test_times_and_ratios_stand_over_the_rows_at_which_each_was_timed(program):
-    points = [(1, {"a": 4.0, "b": 2.0}, {"a": 2.0, "b": 1.0}), (16, {"b": 3.0}, {})]
-    above, below = program.by_rows(points)
-    assert [tuple(one) for one in above.series] == [("a", [1], [4.0]), ("b", [1, 16], [2.0, 3.0])]
-    assert tuple(below.series[0]) == ("a", [1], [2.0])
-    assert below.series[1].y == pytest.approx([1.0, math.nan], nan_ok=True), "without ours there is no ratio"
-    assert (above.log, below.log, below.x, above.ticks) == ("xy", "x", "rows, M", [1, 16])
-
-
 def test_every_point_of_a_record_is_drawn(program):
     _, record = records(EVIDENCE)[EVIDENCE / "h200x2-parallel.json"]
     (plot,) = program.plots_of(record)
     rows = [one.rows for one in record.phases]
     want = [(form, rows, [one.times[form] for one in record.phases]) for form in record.phases[0].times]
     assert [tuple(one) for one in plot.panels[0].series] == want
-
-
-def test_a_course_of_policies_is_drawn_with_a_place_for_zero(program, tmp_path):
-    ratios, divergences = [3e-4, 0.0, 2e-5], [5e-9, 0.0, 7e-12]
-    bf16 = [{"ratio": ratio, "kl": kl, "reward": 0.5} for ratio, kl in zip(ratios, divergences, strict=True)]
-    exact = [{"ratio": 0.0, "kl": 0.0, "reward": 0.5}] * 3
-    text = json.dumps({"device": "cuda", "courses": {"bf16": bf16, "exact": exact}})
-    (tmp_path / "x-policy.json").write_text(text)
-    ((stem, (digest, (plot,))),) = program.drawable(tmp_path).items()
-    assert (stem, plot.name) == ("x-policy", "ratio")
-    for panel, values, least in zip(plot.panels, (ratios, divergences), (1e-5, 1e-12), strict=True):
-        assert [(one.name, [*one.x], one.y) for one in panel.series] == [
-            ("bf16", [0, 1, 2], values),
-            ("exact", [0, 1, 2], [0.0, 0.0, 0.0]),
-        ]
-        assert panel.least == pytest.approx(least)
-    figure = Figure()
-    program.draw_on(figure, plot)
-    assert [axes.get_yscale() for axes in figure.axes] == ["symlog", "symlog"]
-    assert program.draw(tmp_path, frozenset({"x-policy/ratio.svg"})) == frozenset()
-    assert program.is_of(tmp_path / "x-policy" / "ratio.svg", digest)
-    (tmp_path / "x-policy.json").write_text(text.replace("0.0003", "0.0004"))
-    assert not program.is_of(tmp_path / "x-policy" / "ratio.svg", program.drawable(tmp_path)["x-policy"][0])
 
 
 def test_every_point_is_drawn_where_it_belongs(program):

@@ -1,13 +1,8 @@
-"""One process of `test_parallel_ranks`: `ranks_worker.py RANK COUNT FOLDER SEED BACKEND`."""
+"""What each rank of `test_parallel_ranks` does."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch import distributed
@@ -185,22 +180,10 @@ class Worker:
                 self.case(number, kind, cut, 24, 16, (2048,))
 
 
-def run(rank: int, count: int, folder: Path, seed: int, backend: str) -> None:
-    """Join the ranks, do all cases, and write what was found."""
-    on_gpu = backend == "nccl"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    distributed.init_process_group(backend, f"file://{folder}/store", timedelta(seconds=100), count, rank)
+def every(seed: int) -> tuple[int, list[str]]:
+    """Do all cases; return how many results were compared, and what was wrong."""
     with torch.no_grad():
-        worker = Worker(rank, seed, on_gpu=on_gpu)
+        worker = Worker(distributed.get_rank(), seed, on_gpu=distributed.get_backend() == "nccl")
         worker.all()
-    (folder / f"{rank}.json").write_text(json.dumps({"done": worker.done, "wrong": worker.wrong}))
     distributed.barrier()
-    # Ending a group can wait for graphs that held its collectives.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    return worker.done, worker.wrong

@@ -19,24 +19,20 @@ from support import fresh
 
 torch = pytest.importorskip("torch")
 
-from tensors import NAMES, REGISTRY, call_of, same  # noqa: E402  it needs torch
+from tensors import same  # noqa: E402  it needs torch
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from skuda import ops  # noqa: E402
 from skuda.dispatch.cuda import scratch  # noqa: E402
-from skuda.registry import Case  # noqa: E402
 from skuda.tools.studies import llama  # noqa: E402
 from skuda.torch import (  # noqa: E402
     CodesLinear,
     Dynamic,
     DynamicLinear,
-    FakeQuantLinear,
     MixedLinear,
     StaticLinear,
     fuse_,
-    observe,
     prepare,
     quantize_,
 )
@@ -208,27 +204,6 @@ def moved(module, device):
     return copy.deepcopy(module).to(device)
 
 
-CHECKED = [(device, name) for device in DEVICES for name in (NAMES if on_gpu(device) else ["dynamic_range"])]
-
-
-@pytest.mark.parametrize(("device", "name"), CHECKED)
-def test_opcheck(device, name):
-    rng = fresh(device, name)
-    cases = REGISTRY[name].cases
-    for i in rng.permutation(len(cases)):
-        call = call_of(name, Case(cases[i].problem), rng)
-        want = call()
-        if any(bool(result.isnan().any()) for result in want):
-            continue  # opcheck compares values
-        tensors = {key: value.to(device) for key, value in call.tensors.items()}
-        got = call(**tensors)
-        assert all(same(one.cpu(), other) for one, other in zip(got, want, strict=True))
-        positional = [tensors.get(argument.name) for argument in call.op._schema.arguments if not argument.kwarg_only]
-        torch.library.opcheck(call.op, tuple(positional), call.fields)
-        return
-    raise AssertionError(f"every result of {name} holds NaN")
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", DEVICES)
@@ -274,20 +249,6 @@ def test_a_row_has_the_same_bits_in_every_batch(device, kind):
         for _ in range(3 if m < most else 0):
             start = int(rng.integers(0, most - m + 1))
             assert same(module(x[start : start + m]), whole[start : start + m]), f"{m} rows from {start}"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@torch.no_grad()
-def test_observed_scales_have_the_bits_of_the_cpu(device):
-    rng = fresh(device)
-    for _ in range(64):
-        layer, x = FakeQuantLinear(linear(rng, 3, 4, torch.float32), activation="tensor"), drawn(rng, 2, 4)
-        there = moved(layer, device)
-        for one, value in ((layer, x), (there, x.to(device))):
-            with observe(one):
-                one(value)
-        assert same(there.input_scale.cpu(), layer.input_scale)
-        assert same(there(x.to(device)).cpu().isnan(), layer(x).isnan())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -414,48 +375,6 @@ def test_many_graphs_take_scratch_from_their_pool_and_give_back_their_zeros(devi
     assert slabs[0] == slabs[-1], "zeros are used again"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@torch.no_grad()
-def test_graphs_of_other_streams_have_a_block_until_destroyed(device):
-    rng, many, most = fresh(device), 300 if on_gpu(device) else 3, 10
-    acts, weight = split(rng, device)
-    wants = [torch.ops.skuda.scaled_linear(act, weight, output_element="s32").to(device) for act in acts]
-    acts, weight = [act.to(device) for act in acts], weight.to(device)
-    act, output = acts[0].clone(), torch.empty_like(wants[0])
-    side = torch.cuda.Stream(device) if on_gpu(device) else None
-    stream = torch.cuda.Stream(device) if on_gpu(device) else None
-
-    def call():
-        if on_gpu(device):
-            side.wait_stream(torch.cuda.current_stream(device))
-        ops.scaled_linear(act_q=act, weight_q=weight, output=output, output_element="s32", stream=side)
-        if on_gpu(device):
-            torch.cuda.current_stream(device).wait_stream(side)
-        return output
-
-    assert same(call(), wants[0])
-    captured(device, call, stream)[0]()
-    before, known, replays, numbers = used(device), set(owned()), [], set()
-    for _ in range(many):
-        replays.append(captured(device, call, stream)[0])
-        numbers |= set(owned()) - known
-        for replay in [replays[at] for at in rng.permutation(len(replays))[:3]]:
-            which = int(rng.integers(len(wants)))
-            act.copy_(acts[which])
-            output.zero_()
-            replay()
-            assert same(output, wants[which])
-        del replay
-        if len(replays) > most:
-            replays.pop(int(rng.integers(most)))
-    assert len(numbers) == (many if on_gpu(device) else 0)
-    assert used(device) - before < 256 * MIB, "not 300 blocks of 4 MiB, counted in pages of 2 MiB"
-    replays.clear()
-    assert destroyed(numbers)
-    captured(device, call, stream)[0]()
-    assert used(device) - before < 64 * MIB
-
-
 MODES = [("cpu", "default"), *itertools.product(GPUS, ("default", "reduce-overhead"))]
 
 
@@ -519,26 +438,6 @@ def test_compiled_models_have_the_bits_of_eager_ones(device, mode):
                 for _ in range(4 if on_gpu(device) else 1):
                     x = drawn(rng, m, columns, dtype=torch.bfloat16).to(device)
                     assert same(compiled(x).clone(), there(x)), f"{m} rows"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_training_step_of_mixed_layers(device):
-    """Gradients are products of torch, so only the loss has the bits of the CPU."""
-    rng = fresh(device)
-    n, k = (512, 256) if on_gpu(device) else (8, 12)
-    layer = mixed(rng, n, k, torch.float32).requires_grad_()
-    for run in (lambda module: module, partial(torch.compile, fullgraph=True, backend="aot_eager")):
-        torch._dynamo.reset()
-        here, there = moved(layer, "cpu"), moved(layer, device)
-        optimizer = torch.optim.AdamW(there.parameters(), lr=1e-3, fused=True)
-        for _ in range(3):
-            x = drawn(rng, 32, k)
-            here.load_state_dict(there.state_dict())
-            found = run(there)(x.to(device))
-            assert same(found.detach().cpu(), here(x).detach())
-            found.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 class Watched(TorchDispatchMode):

@@ -75,14 +75,6 @@ def parallel_with_a_wrong_bit(job, rank, save):
     parallel(job, rank, save)
 
 
-def parallel_without_a_compiler(job, rank, save):
-    def failing(*_):
-        raise RuntimeError("no such compiler")
-
-    parallel_rank.MlpBench._compiled = failing
-    parallel(job, rank, save)
-
-
 def parallel_that_dies(job, rank, save):
     right = parallel_rank.MlpBench.measure
 
@@ -125,20 +117,6 @@ def _with_sums(job, rank, save, change):
 def rounds_sums(job, rank, save):
     def change(group, right, array, sizes):
         return right(group, array.to(torch.bfloat16).to(torch.int32), *sizes)
-
-    _with_sums(job, rank, save, change)
-
-
-def drops_a_rank(job, rank, save):
-    def change(group, right, array, sizes):
-        return right(group, array * (group.count == 1 or group.rank < group.count - 1), *sizes)
-
-    _with_sums(job, rank, save, change)
-
-
-def one_rank_is_off(job, rank, save):
-    def change(group, right, array, sizes):
-        return right(group, array, *sizes) * (1 + (group.rank == 1))
 
     _with_sums(job, rank, save, change)
 

@@ -75,14 +75,6 @@ def quantize(granularity, triples, element="f32", code="s8", bounds=(-128, 127))
     return apply("quantize", granularity, scale, z, fields=fields, input=np.array(x).astype(dtype)).tolist()
 
 
-def fake(granularity, triples, element="f32", bounds=(-128, 127)):
-    x, s, z = zip(*triples, strict=True)
-    dtype = storage_dtype(ElementKind(element))
-    fields = {"q_min": bounds[0], "q_max": bounds[1], "input_element": element}
-    scale = np.array(s, F64 if element == "f64" else F32)
-    return apply("fake_quantize", granularity, scale, z, fields=fields, input=np.array(x).astype(dtype))
-
-
 def gradient(kind, granularity, rows, element="f32", bounds=(-128, 127)):
     dy, x, s, z = zip(*rows, strict=True)
     dtype = storage_dtype(ElementKind(element))
@@ -112,19 +104,6 @@ def test_the_contract_s_list_of_traps(granularity):
 
 
 @EACH
-def test_ties_go_to_the_even_step(granularity):
-    halves = [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
-    assert quantize(granularity, [(x, 1, 0) for x in halves]) == [-2, -2, 0, 0, 2, 2, 4]
-
-
-@EACH
-def test_zero_infinite_and_nan_scales_in_an_array_follow_the_formula(granularity):
-    assert quantize(granularity, [(1, 0.0, 7), (-1, 0.0, 7), (1, -0.0, 7), (0, 0.0, 7)]) == [127, -128, -128, 7]
-    assert quantize(granularity, [(5, INF, 7), (INF, INF, 7), (5, NAN, 7), (6, -2, 0)]) == [7, 7, 7, -3]
-    assert quantize(granularity, [(1e-45, 1e-45, 0), (-7e-45, 1e-45, 0)]) == [1, -5]  # subnormals are not flushed
-
-
-@EACH
 def test_division_is_true_and_not_a_product_with_the_reciprocal(granularity):
     traps = {(1.5499999523162842, 0.1, 0): 15, (3.250000238418579, 0.1, 0): 32, (7.149999618530273, 0.1, 0): 71}
     for x, s, _ in traps:  # each of them would give the next code
@@ -139,18 +118,6 @@ def test_zero_points_at_the_ends_of_s32_do_not_wrap(granularity):
     assert quantize(granularity, triples) == [127, -128, -1, 0, 127]
 
 
-@EACH
-def test_f64_is_computed_in_f64(granularity):
-    # f32 would see 0.5, then infinities, then 0 / 0.
-    traps = {(0.5 + 2**-40, 1, 0): 1, (1e300, 1e299, 3): 13, (-7e-300, 1e-300, 0): -7, (1e300, 0.1, 0): 127}
-    assert quantize(granularity, list(traps), element="f64") == list(traps.values())
-    assert fake(granularity, [(1e300, 1e299, 3)], element="f64").tolist() == [1e300]
-    assert fake(granularity, [(0.3, 0.1, 0)], element="f64").tolist() == [0.30000000000000004]
-    rows = [(1.0, 1.0, 3.0, 0), (1.0, 127.5 + 2**-40, 1.0, 0), (1e300, 1.0, 1e200, 0)]
-    assert gradient("quantize", granularity, rows, "f64").tolist() == [1 / 3, 0.0, 1e100]
-    assert gradient("fake_quantize", granularity, rows, "f64").tolist() == [1.0, 0.0, 1e300]
-
-
 # --- dequantize, fake quantize ---------------------------------------------------------------------------------------
 
 
@@ -159,41 +126,6 @@ def dequantize(granularity, triples, element="f32", dtype=np.int8):
     fields = {"input_element": "s8" if dtype is np.int8 else "u8", "output_element": element}
     scale = np.array(s, F64 if element == "f64" else F32)
     return apply("dequantize", granularity, scale, z, fields=fields, input=np.array(q, dtype))
-
-
-@EACH
-def test_dequantize_subtracts_exactly_before_it_rounds(granularity):
-    # C(1) - C(16777217) would be -16777215: 16777217 is no f32.
-    triples = [(1, 1, 16777217), (-128, 1, 2**31 - 1), (127, 1, -(2**31)), (-128, 0.5, -128)]
-    assert dequantize(granularity, triples).tolist() == [-16777216.0, -2147483648.0, 2147483648.0, 0.0]
-    assert dequantize(granularity, triples[1:3], "f64").tolist() == [-2147483775.0, 2147483775.0]
-
-
-@EACH
-def test_dequantize_rounds_to_f32_and_then_to_the_element(granularity):
-    # 101 * f32(0.1) is 10.100000150..; f16 keeps 10.1015625, bf16 10.125.
-    assert dequantize(granularity, [(101, 0.1, 0)]).tolist() == [float(F32(10.1))]
-    assert dequantize(granularity, [(101, 0.1, 0)], "f16").tolist() == [10.1015625]
-    assert dequantize(granularity, [(101, 0.1, 0)], "bf16").astype(F32).tolist() == [10.125]
-    assert dequantize(granularity, [(101, 0.1, 0)], "f64").tolist() == [10.100000000000001]
-    # 65519 rounds to the largest f16, 65520 to infinity; 2^-25 to 0 and a little more to the least subnormal.
-    edges = [(1, 65519, 0), (1, 65520, 0), (1, 2.0**-25, 0), (1, 2.0**-25 * (1 + 2.0**-23), 0)]
-    assert dequantize(granularity, edges, "f16").tolist() == [65504.0, INF, 0.0, 2.0**-24]
-
-
-@EACH
-def test_fake_quantize_of_the_traps(granularity):
-    big = F32(122) * F32(0.1)
-    traps = {(0.5, 1, 1): 0, (1.5, 1, 1): 2, (-0.5, 1, 1): 0, (3e38, 0.1, 5): big, (NAN, 0.1, 7): 0, (1.5, 1, 127): 0}
-    assert_same_bits(fake(granularity, list(traps)), np.array(list(traps.values()), F32))
-
-
-@EACH
-def test_a_zero_result_of_fake_quantize_is_plus_zero(granularity):
-    zeros = [(0.0, 0.1, 0), (-0.0, 0.1, 0), (-0.04, 0.1, 0), (0.01, -0.1, 0), (-0.0, -0.1, 3), (-1.0, 0.0, -128)]
-    assert_same_bits(fake(granularity, zeros), np.zeros(6, F32))
-    # -1 step of 1e-8 is below half of the least f16, and -0 after rounding.
-    assert_same_bits(fake(granularity, [(-1.0, 1e-8, 0)], "f16", (-1, 1)), np.zeros(1, F16))
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -236,7 +168,7 @@ def test_quantize_backward_divides_truly(granularity):
         ("s4", [[-3], [5]], [[0x0D], [0x05]]),
     ],
 )
-def test_packed_codes_lie_low_nibble_first_and_every_row_starts_at_a_byte(code, codes, want):
+def test_packed_codes_lie_low_nibble_first_in_whole_bytes(code, codes, want):
     rows, columns = np.shape(codes)
     low, high = {"s4": (-8, 7), "u4": (0, 15)}[code]
     x, one = np.array(codes, F32), np.ones(rows, F32)
@@ -252,15 +184,6 @@ def test_packed_codes_lie_low_nibble_first_and_every_row_starts_at_a_byte(code, 
     dirty = packed | (0xA0 if columns % 2 else 0) * (np.arange(packed.shape[1]) == packed.shape[1] - 1).astype(np.uint8)
     for given in (packed, dirty):
         assert_same_bits(run(back, {"input": given, **arrays})["output"], x)
-
-
-def test_per_channel_packs_along_the_last_axis():
-    problem = dispatcher().describe(
-        "quantize_per_channel", shape=(2, 3), axis=1, q_min=-8, q_max=7, input_element="f32", output_element="s4"
-    )
-    arrays = {"scale": np.array([1, 2, 4], F32), "zero_point": np.array([0, 1, -1], np.int32)}
-    got = run(problem, {"input": np.array([[4, 4, 4], [-4, -4, -4]], F32), **arrays})["output"]
-    assert got.tolist() == [[0x34, 0x00], [0xFC, 0x0E]]
 
 
 # --- fill ------------------------------------------------------------------------------------------------------------

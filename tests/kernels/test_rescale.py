@@ -59,16 +59,3 @@ def test_sums_and_rescale_are_scaled_linear_bit_for_bit(output, epilogue, values
         taken = {argument.name for argument in arguments_of(second) if argument.role is not Role.OUTPUT}
         got = run(second, {name: value for name, value in inputs.items() if name in taken})["output"]
         assert_same_bits(got, want, f"{problem!r}")
-
-
-def test_rows_that_fill_a_box_are_those_of_single_rows():
-    """A box of two rows has more elements than one box is meant to have."""
-    rng, n = fresh(), 49_152
-    fields = {"n": n, "k": 65, "output_element": "f32", "epilogue": "bias_relu"}
-    three = RescaleDescriptor(m=3, **fields)
-    inputs = draw(built_in_registry().ops["rescale"], Case(three), rng).inputs
-    whole = run(three, inputs)["output"]
-    for row in range(3):
-        rows = {a.name: a.shape[:1] == (3,) and a.name != "weight_scale" for a in three.arguments()}
-        alone = {name: value[row : row + 1] if rows[name] else value for name, value in inputs.items()}
-        assert_same_bits(run(RescaleDescriptor(m=1, **fields), alone)["output"], whole[row : row + 1])

@@ -14,7 +14,6 @@ from support import assert_same_bits, fresh, run
 from skuda.kernels.sampling import ArgmaxDescriptor, LogSoftmaxAtDescriptor, SampleDescriptor
 from skuda.kernels.sampling.log_softmax_at import draw as drawn_tokens
 from skuda.kernels.sampling.philox import draws, philox
-from skuda.kernels.sampling.sample import draw as drawn_parameters
 from skuda.kernels.sampling.weights import logarithm, powers
 from skuda.registry import InvalidProblem
 
@@ -103,20 +102,6 @@ def test_order_and_padding_of_the_vocabulary_change_no_bit(element, values):
     got = run(problem.model_copy(update={"v": v + pad}), inputs | moved)
     for name in want:
         assert_same_bits(got[name], want[name], name)
-
-
-@pytest.mark.parametrize("filtered", [False, True])
-def test_a_row_alone_and_in_any_batch_gives_the_same_token(filtered):
-    rng = fresh(filtered)
-    problem = SampleDescriptor(n=9, v=3000, input_element="f32", has_top_k=filtered, has_top_p=filtered)
-    inputs = drawn_parameters(problem, "normal", rng)
-    want, order = run(problem, inputs)["token"], rng.permutation(9)
-    shuffled = {name: array[order] for name, array in inputs.items()}
-    assert run(problem, shuffled)["token"].tolist() == want[order].tolist()
-    alone = problem.model_copy(update={"n": 1})
-    assert [
-        run(alone, {name: array[row : row + 1] for name, array in inputs.items()})["token"][0] for row in range(9)
-    ] == want.tolist()
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""One rank of a group: `group_worker.py FOLDER COUNT WORK... RANK` does each work, and writes its result or error."""
+"""What each rank of `test_torch_group` does; every function returns a result that can be pickled."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import signal
-import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -34,8 +32,8 @@ INPUTS = {
 }
 
 
-def given(folder):
-    return pickle.loads((folder / "given").read_bytes())  # noqa: S301  of the test
+def group_of(ranks=None):
+    return TorchGroup(ranks, patience=8)
 
 
 def bound(group, name, problem=PROBLEM):
@@ -43,8 +41,9 @@ def bound(group, name, problem=PROBLEM):
     return plan.bind(group, name)
 
 
-def collectives(group, folder):
+def collectives(cases):
     """Everything that a group can do, on arrays of NumPy and of torch; first, what can be started."""
+    group = group_of()
     store = distributed.distributed_c10d._get_default_store()
     if group.rank:
         store.wait(["started"])  # rank 0 starts everything before another rank takes part in anything
@@ -54,8 +53,13 @@ def collectives(group, folder):
         group.start_gather(np.full((2, 3), group.rank, np.int8), 0, sizes),
     ]
     store.set("started", "")
-    began, found = [wait() for wait in waits], []
-    for case in given(folder):
+    began = [wait() for wait in waits]
+    return group.exchange(f"rank {group.rank} says \u00fc"), began, exchanged(group, cases)
+
+
+def exchanged(group, cases):
+    found = []
+    for case in cases:
         mine, sizes = case["arrays"][group.rank], case["sizes"]
         for like in (np.array, as_tensor):
             done = {
@@ -74,17 +78,6 @@ def collectives(group, folder):
                 done |= {"sum": group.sum(like(mine)), "sum rows": group.sum_rows(like(mine), sizes)}
                 done["started rows"] = group.start_sum_rows(like(mine), sizes)()
             found.append({name: as_array(array) for name, array in done.items()})
-    return group.exchange(f"rank {group.rank} says \u00fc"), began, found
-
-
-def layers(group, folder):
-    """Split layers, with arrays of NumPy and of torch."""
-    found = []
-    for problem, shards, parts in given(folder):
-        layer = select_shards(Dispatcher(), problem, shards, device="cpu").bind(group)
-        found.append(layer.run(**parts[group.rank]))
-        tensors = {name: as_tensor(array) for name, array in parts[group.rank].items()}
-        found.append(as_array(layer.run(**tensors)))
     return found
 
 
@@ -117,9 +110,9 @@ class Files:
         return lambda: None
 
 
-def copied(group, folder, waits=None):
+def copied(seed, folder, waits=None):
     """Exchanges of random sizes, several begun before the first is finished; what each rank found to be wrong."""
-    seed = given(folder)
+    group = group_of()
     rng, own = np.random.default_rng(seed), np.random.default_rng([seed, group.rank])
     memory = Files(group, folder, waits or itertools.repeat(1))
     peers = Peers(memory, group.rank, group.count, group.exchange, lambda: False)
@@ -157,16 +150,18 @@ def copied(group, folder, waits=None):
     return wrong, made
 
 
-def copied_without_waiting(group, folder):
+def copied_without_waiting(seed, folder):
     """The same, where ranks do not wait before they write: the test must see it."""
-    return copied(group, folder, itertools.cycle([0, 1]))
+    return copied(seed, folder, itertools.cycle([0, 1]))
 
 
-def layers_copied(group, folder):
-    """Split layers, whose ranks copy all rows into each other's memory."""
-    group_module._LEAST_COPIED = 0  # of this process; it is the last work
+def collectives_copied(cases, folder):
+    """The same, where ranks copy all rows into each other's memory."""
+    group_module._LEAST_COPIED = 0
+    group = group_of()
     group._peers = Peers(Files(group, folder, itertools.repeat(1)), group.rank, group.count, group.exchange, bool)
-    found = layers(group, folder)
+    found = exchanged(group, cases)
+    group_module._LEAST_COPIED = 1 << 21
     assert group._peers._memory.made, "nothing was copied"
     return found
 
@@ -187,19 +182,22 @@ def as_array(found):
     return found.numpy()
 
 
-def another_problem(group, _):
+def another_problem():
+    group = group_of()
     problem = PROBLEM.model_copy(update={"c_out": 5}) if group.rank == 1 else PROBLEM
     bound(group, "down", problem)
 
 
-def another_order(group, _):
+def another_order():
+    group = group_of()
     both = [bound(group, name) for name in ("first", "second")]
     for layer in reversed(both) if group.rank == 1 else both:
         layer.run(**INPUTS)
 
 
-def wrong_arrays(group, _):
+def wrong_arrays():
     """What every method says to arrays that it must refuse, before it asks another rank."""
+    group = group_of()
     sizes, said = (1,) * group.count, []
     for like, s32 in ((np.array, np.int32), (torch.tensor, torch.int32)):
         floats = like([[1.5, 2.0]] * group.count)
@@ -229,11 +227,12 @@ def wrong_arrays(group, _):
     return said
 
 
-def copies_asked_for(*_):
+def copies_asked_for():
     TorchGroup(copies=True)
 
 
-def killed(group, _):
+def killed():
+    group = group_of()
     layer = bound(group, "down")
     layer.run(**INPUTS)
     if group.rank == 1:
@@ -241,7 +240,7 @@ def killed(group, _):
     layer.run(**INPUTS)
 
 
-def killed_in_chunks(_, folder):
+def killed_in_chunks():
     """A rank is killed, and others find out where they wait for what they have started."""
     group = TorchGroup(check_calls=False, patience=8)
     shards = Shards(axis="k", count=group.count, chunks=3)
@@ -252,29 +251,13 @@ def killed_in_chunks(_, folder):
     layer.run(**INPUTS)
 
 
-def silent(group, folder):
+def silent(folder):
     """One rank goes on without the others, and comes to no collective until they have given up."""
+    group = group_of(distributed.new_group(timeout=timedelta(seconds=5)))
     layer = bound(group, "down")
     if group.rank == 1:
-        others = [folder / f"{rank}.out" for rank in range(group.count) if rank != 1]
+        others = [folder / f"silent {rank}" for rank in range(group.count) if rank != 1]
         while not all(map(Path.exists, others)):
             time.sleep(0.05)
         return
     layer.run(**INPUTS)
-
-
-if __name__ == "__main__":
-    place, count, *works, rank = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:-1], int(sys.argv[-1])
-    distributed.init_process_group("gloo", f"file://{place}/store", timedelta(seconds=100), count, rank)
-    short = distributed.new_group(range(count), timedelta(seconds=5))
-    for work in works:
-        try:
-            result = globals()[work](TorchGroup(short if work == "silent" else None, patience=8), place / work)
-        except Exception as error:  # noqa: BLE001  the test looks at it
-            result = error
-        (place / work / f"{rank}.new").write_bytes(pickle.dumps(result))
-        (place / work / f"{rank}.new").rename(place / work / f"{rank}.out")
-    if len(works) > 1:
-        distributed.barrier()
-        distributed.destroy_process_group()
-    os._exit(0)  # what is left of a broken group must not wait

@@ -1,4 +1,4 @@
-"""What each process of `test_parallel` does; every function returns what JSON holds."""
+"""What each rank of `test_parallel` does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import torch
 from tensors import GatedMLP, normal, same
-from torch import nn
+from torch import distributed, nn
 
 from skuda.dispatch.shard import GroupMismatch, Shards
 from skuda.registry.errors import InvalidProblem
@@ -147,7 +147,7 @@ def compiled(group, seed, weights):
             parallelize_(mlp, group)
             assert isinstance(mlp.gate_up_proj, ColumnLinear)
             found += [same(f(x), want) for f in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager"))]
-    return {"same": found}
+    return found
 
 
 class Mixture(nn.Module):
@@ -209,7 +209,7 @@ def checkpoints(group, seed, weights, folder):
             save(model, blocked)
         except (InvalidProblem, OSError) as error:
             found.append("be a folder without" in str(error))
-    return {"right": found}
+    return found
 
 
 def fused_checkpoints(group, seed, weights, folder):
@@ -240,7 +240,7 @@ def fused_checkpoints(group, seed, weights, folder):
         for path, want in ((paths[1], logits[1]), (paths[3], logits[0])):
             found.append(len(load_(model, path)) == 2 * 7 + 1)  # of each block, and the head
             found.append(same(model(tokens).logits, want))
-    return {"right": found}
+    return found
 
 
 def differing(group, seed):
@@ -255,7 +255,7 @@ def differing(group, seed):
         try:
             run()
         except GroupMismatch as error:
-            differences.append([error.what, [each for each, _ in error.ranks], str(error)])
+            differences.append((error.what, [each for each, _ in error.ranks], str(error)))
 
     with torch.no_grad():
         heard(lambda: (a if rank else b)(x))
@@ -276,4 +276,20 @@ def differing(group, seed):
     quantize_(other, Dynamic())
     heard(lambda: parallelize_(other, group, {"0": "column"}))
     differences += [type(each[0]).__name__ for each in (model, other)]
-    return {"differences": differences}
+    return differences
+
+
+def every(folder, seed):
+    """Return what all cases found on 1, 2, ... ranks of the group, by their names and numbers of ranks."""
+    rank, found = distributed.get_rank(), {}
+    for size in range(1, distributed.get_world_size() + 1):
+        ranks = distributed.new_group(range(size))
+        if rank >= size:
+            continue
+        group = (SparingGroup if size == 2 else TorchGroup)(ranks)
+        for weights in WEIGHTS:
+            for case in (hashes, compiled) if size == 2 else (hashes,):
+                found[f"{case.__name__} {weights} {size}"] = case(group, seed, weights)
+            found[f"checkpoints {weights} {size}"] = checkpoints(group, seed, weights, folder)
+            found[f"fused checkpoints {weights} {size}"] = fused_checkpoints(group, seed, weights, folder)
+    return found | {"differing": differing(TorchGroup(), seed)}

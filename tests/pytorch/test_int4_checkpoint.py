@@ -16,9 +16,9 @@ from torch import nn
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import DynamicLinear, load_, save
 from skuda.torch.formats import ConfigFields, Tensors
-from skuda.torch.formats.grouped import Int4Format, int4_tensors, read_int4, unpacked_int4, warn_rounded
+from skuda.torch.formats.grouped import Int4Format, int4_tensors, read_int4, unpacked_int4
 from skuda.torch.formats.int8 import quantized_weight
-from skuda.torch.int4 import Int4Weight, from_grouped, int4_weight
+from skuda.torch.int4 import Int4Weight, int4_weight
 
 FORMATS = {False: "int-quantized", True: "pack-quantized"}
 N, K = 21, 256
@@ -87,22 +87,6 @@ def test_what_the_package_writes_is_read_exactly_and_written_again(size, symmetr
     want = package(False).compress(floats, scheme)  # noqa: FBT003
     assert written.keys() == want.keys()
     assert all(same(written[name], want[name]) for name in want)
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_other_scales_are_rounded_only_if_that_is_asked(symmetric):
-    stored = Int4Format(128, symmetric)
-    tensors = package(False).compress(layer(fresh(symmetric), stored, observed=True), scheme_of(stored))  # noqa: FBT003
-    made, difference = read(tensors, stored, round_scales=True)
-    given = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
-    want, most = from_grouped(*given)
-    assert difference == most > 0
-    assert torch.equal(made.codes(), want.codes())
-    assert torch.equal(made.channel_scale, want.channel_scale)
-    with pytest.raises(InvalidRecord, match=rf"block\.up\.weight_scale must .* up to {difference:.2g} of a scale"):
-        read(tensors, stored)
-    with pytest.warns(UserWarning, match=rf"^2 layers .* {difference:.2g} of a scale, in block\.up$"):
-        warn_rounded({"down": difference / 2, "block.up": difference, "b": 0.0}, stacklevel=1)
 
 
 def test_negative_scales_and_groups_of_zeros_keep_their_values():

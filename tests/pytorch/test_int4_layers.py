@@ -102,24 +102,6 @@ def int4_codes(linear, size):
     return made.codes(), made.channel_scale
 
 
-def test_compiled_layers_have_the_same_bits():
-    rng = fresh()
-    model = packed(nn.Sequential(drawn(rng, k=130, n=40), nn.ReLU(), drawn(rng, k=40, n=5)))
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    weight = torch.compile(lambda model: model[0].weight * 2, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        for rows in (1, 3, 5):
-            x = normal(rng, rows, 2, 130)
-            assert same(compiled(x), model(x))
-        assert same(weight(model), model[0].weight * 2)
-    grads = []
-    for each in (model, compiled):
-        x = normal(fresh("x"), 3, 2, 130).requires_grad_()
-        each(x).sum().backward()
-        grads.append(x.grad)
-    assert same(*grads)
-
-
 def test_copies_casts_and_loaded_states_keep_the_codes():
     rng = fresh()
     model, other = (packed(nn.Sequential(drawn(rng, n=21, k=140, bias=True)), 32) for _ in range(2))

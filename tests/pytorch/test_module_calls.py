@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import DynamicLinear, StaticLinear
-from skuda.torch.ops.tensor_op import launched, run_module
 
 
 def layer(rng, *, bias):
@@ -115,23 +114,3 @@ def test_what_looks_at_ops_sees_them():
             assert module(x).dtype is torch.bfloat16
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
             assert module(fakes.from_tensor(x)).shape == want.shape
-
-
-def test_a_parameter_is_recognized_unless_gradients_are_recorded():
-    """The weight of a norm is one, and requires grad in a model that is only used."""
-    x, weight = torch.randn(2, 3, 16), torch.nn.Parameter(torch.rand(16))
-    op, fields = "rms_norm_quantize", {"eps": 1e-5, "q_min": -127, "q_max": 127, "output_element": "s8"}
-    key, tensors = ("a norm", x.shape), (x, None, weight)
-    assert launched(key, *tensors) is None
-    with torch.no_grad():
-        want = run_module(op, key, tensors, fields)
-        found = launched(key, *tensors)
-        assert found is not None
-        assert all(map(torch.equal, found, want))
-        assert launched(key, x.double(), None, weight) is None
-    assert launched(key, *tensors) is None, "gradients are recorded"
-    with torch.inference_mode():
-        assert launched(key, *tensors) is None, "other dispatch keys"
-        assert all(map(torch.equal, run_module(op, key, tensors, fields), want))
-        assert launched(key, *tensors) is not None
-    assert launched(key, x, None, weight.detach()) is None, "no parameter"

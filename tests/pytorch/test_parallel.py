@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from parallel_cases import WEIGHTS
-from processes import ran_on_ranks
+from processes import ran_on_ranks, returned
 from support import fresh
 from tensors import GatedMLP, assert_same, normal
 from torch import nn
@@ -36,15 +35,12 @@ from skuda.torch.hf.scheme import Scheme
 from skuda.torch.int4 import int4_linear
 from skuda.torch.linear.nonfinite import propagating
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What every case returned on each of four processes, by its name and number of ranks."""
-    folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
-    paths = (HERE, HERE.parent / "helpers")
-    return ran_on_ranks(HERE / "parallel_worker.py", 4, folder, seed, seconds=600, paths=paths)
+    folder, seed = tmp_path_factory.mktemp("ranks"), int(fresh().integers(2**31))
+    return returned(ran_on_ranks("parallel_cases", {"every": (folder, seed)}, 4, folder, seconds=600)["every"])
 
 
 def cases(ranks, name):
@@ -62,33 +58,33 @@ def test_a_llama_has_one_hash_on_any_number_of_ranks(ranks, weights):
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_checkpoints_are_whole_and_read_by_any_number_of_ranks(ranks, weights):
-    assert cases(ranks, f"checkpoints {weights}") == [{"right": [True] * 14}] * (1 + 2 + 3 + 4)
+    assert cases(ranks, f"checkpoints {weights}") == [[True] * 14] * (1 + 2 + 3 + 4)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_checkpoints_of_joined_layers_are_those_of_the_layers(ranks, weights):
-    assert cases(ranks, f"fused checkpoints {weights}") == [{"right": [True] * 8}] * (1 + 2 + 3 + 4)
+    assert cases(ranks, f"fused checkpoints {weights}") == [[True] * 8] * (1 + 2 + 3 + 4)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_layers_of_ranks_compile_to_one_graph(ranks, weights):
-    assert cases(ranks, f"compiled {weights}") == [{"same": [True] * 6}] * 2
+    assert cases(ranks, f"compiled {weights}") == [[True] * 6] * 2
 
 
 def test_ranks_that_do_something_else_are_named_on_every_rank(ranks):
     every = cases(ranks, "differing")
     assert every == every[:1] * 4
-    order, shape, chunks, given, model, weights, *kinds = every[0]["differences"]
-    assert order[:2] == ["call", [0, 1]]
+    order, shape, chunks, given, model, weights, *kinds = every[0]
+    assert order[:2] == ("call", [0, 1])
     assert "rank 0 has second" in order[2]
     assert "rank 1 has first" in order[2]
-    assert shape[:2] == ["call", [0, 3]]
-    assert chunks[:2] == ["call", [0, 1]]
+    assert shape[:2] == ("call", [0, 3])
+    assert chunks[:2] == ("call", [0, 1])
     assert "chunks=2" in chunks[2]
-    assert model[:2] == ["layers", [0, 1]]
-    assert given[:2] == ["call", [0, 2]]
+    assert model[:2] == ("layers", [0, 1])
+    assert given[:2] == ("call", [0, 2])
     assert "input" in given[2]
-    assert weights[:2] == ["codes, scales and bias of 0", [0, 1]]
+    assert weights[:2] == ("codes, scales and bias of 0", [0, 1])
     assert kinds == ["DynamicLinear"] * 2
 
 

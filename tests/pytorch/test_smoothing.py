@@ -10,13 +10,12 @@ import decoders
 import numpy as np
 import pytest
 import torch
-import transformers
 from support import dispatcher, fresh, sampled
 from tensors import GatedMLP, calibrated, normal
 from torch import nn
 
 from skuda.registry import InvalidProblem
-from skuda.tools.smoothquant import ActivationRanges, SmoothQuantLayer, smoothing_factors
+from skuda.tools.smoothquant import SmoothQuantLayer, smoothing_factors
 from skuda.torch import (
     Calibration,
     Dynamic,
@@ -76,30 +75,6 @@ def same(found, want, x):
     else:
         assert np.array_equal(found.smooth.numpy(), want.smooth)
     assert torch.equal(found(x), torch.from_numpy(want.run(dispatcher(), x)).to(x.dtype))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "alpha", "bias"),
-    sampled(
-        [pytest.param(t, a, b) for t in FLOATS for a in (None, 0, 0.5, 0.83, 1) for b in (True, False)],
-        3,
-        each=lambda t, *_: t,
-    ),
-)
-def test_a_layer_has_the_bits_of_the_other_half(dtype, alpha, bias):
-    rng = fresh(dtype, alpha, bias)
-    n, k = rng.integers(1, 40, 2).tolist()
-    layer, x = linear(rng, n, k, bias=bias, dtype=dtype), tensor(rng, 5, k, dtype=dtype)
-    with torch.no_grad():
-        layer.weight[:, 0] = 0
-        x[:, -1] = 0
-    ranges = ActivationRanges()
-    ranges.observe("0", x)
-    want = layer_of_tools(layer, ranges.channel_max("0"), alpha)
-    model = nn.Sequential(layer)
-    report = quantize_(model, SmoothStatic(calibrated(model, x), alpha), strict=True)
-    assert dict(report.converted) == {"0": "StaticLinear"}
-    same(model[0], want, x)
 
 
 # --- what cannot be served -------------------------------------------------------------------------------------------
@@ -294,31 +269,6 @@ def test_folded_layers_are_dynamic_and_others_divide_for_themselves():
         bad = x.clone()
         bad[1, 2, 3] = torch.nan
         assert model.up(bad)[1, 2].isnan().all()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:fuse_ left")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_smoothed_model_of_4_bits_is_saved_and_loaded(kind, tmp_path):
-    rng = fresh(kind)
-    floats = decoders.small("Llama", rng)
-    floats.save_pretrained(tmp_path / "floats")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model = load(tmp_path / "floats")
-    ids = torch.from_numpy(rng.integers(1, 64, (2, 9)))
-    config = kind(calibrated(model, ids), 0.3, weights="int4", group_size=32)
-    report = quantize_(model, config, lambda _, name: name != "lm_head", strict=True)
-    assert len(report.folded) == 4
-    with torch.no_grad():
-        want = model(ids, use_cache=False).logits
-    model.save_pretrained(tmp_path / "one")
-    save(model, tmp_path / "two")
-    for folder in ("one", "two"):
-        again = load(tmp_path / folder)
-        assert alike(again, model)
-        with torch.no_grad():
-            assert torch.equal(again(ids, use_cache=False).logits, want)
-    load_(floats, tmp_path / "two")
-    assert alike(floats, model)
 
 
 def test_fuse_leaves_layers_that_divide_for_themselves():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 import weakref
 
 import pytest
@@ -14,11 +13,9 @@ from tensors import NAMES, OPS, REGISTRY, all_same, array_of, call_of, overloads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skuda.dispatch.dispatcher import Dispatcher
-from skuda.dispatch.host.arrays import tensor_view
 from skuda.functional import LAUNCHES
 from skuda.registry import InvalidProblem
 from skuda.registry.argument import Role
-from skuda.torch.ops.tensor_op import TensorOp
 
 SKUDA = torch.ops.skuda
 CALLS = [(name, overload) for name in NAMES for overload in overloads(name)]
@@ -170,23 +167,6 @@ def product(rng, m=4, n=8, k=16):
     return x, w, torch.from_numpy(rng.random(n, "float32"))
 
 
-def test_a_warm_call_derives_nothing_and_passes_the_tensors_themselves(monkeypatch):
-    x, w, scale = product(fresh())
-    op = SKUDA.quantized_linear.default
-    others = [x.clone(), 2 * x, -x]
-    want = [op(other[None], w, scale, output_element="bf16")[0] for other in others]
-    op(x, w, scale, output_element="bf16")
-    monkeypatch.setattr(TensorOp, "first_run", None)
-    for other, result in zip(others, want, strict=True):
-        assert torch.equal(op(other, w, scale, output_element="bf16"), result)
-        views = []
-        monkeypatch.setattr(
-            "skuda.dispatch.host.launcher.tensor_view", lambda t, views=views: views.append(t) or tensor_view(t)
-        )
-        op(other, w, scale, output_element="bf16")
-        assert [view.data_ptr() for view in views] == [tensor.data_ptr() for tensor in (other, w, scale)]
-
-
 def test_calls_that_differ_in_anything_are_kept_apart():
     rng = fresh()
     x, w, scale = product(rng)
@@ -255,47 +235,6 @@ def test_a_scale_of_channels_may_be_a_matrix_of_one_column():
         assert SKUDA.quantized_linear(x.to("meta"), w.to("meta"), column.to("meta")).shape == want.shape
     with pytest.raises(InvalidProblem, match=r"weight_scale must"):
         SKUDA.quantized_linear(x, w, scale[None])
-
-
-@pytest.fixture
-def dispatched():
-    """Return a function that runs a call, and says whether torch's dispatcher brought it to the op."""
-
-    def through(call):
-        seen = []
-        codes = {TensorOp.run.__code__, TensorOp.fake.__code__}
-        sys.setprofile(lambda frame, event, _: seen.append(1) if event == "call" and frame.f_code in codes else None)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-        return bool(seen)
-
-    return through
-
-
-def test_an_overload_runs_a_known_launch_without_the_dispatcher(dispatched):
-    x, w, scale = product(fresh())
-    op = SKUDA.quantized_linear.default
-    alike = [
-        lambda: op(x, w, scale),
-        lambda: op(x, w, scale, None, None),
-        lambda: op(x, w, scale, None, None, epilogue=None, output_element=None),
-        lambda: op(x.clone(), torch.nn.Buffer(w), scale.clone()),
-    ]
-    alike[0]()
-    assert [dispatched(call) for call in alike] == [False] * 4
-    assert dispatched(lambda: op(x, w, weight_scale=scale)), "a tensor by keyword"
-    op(x, w, scale, q_max=127)
-    with pytest.raises(RuntimeError, match="q_max"):
-        op(x, w, scale, q_max=127.0)  # refused after a call with 127, as before it
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert dispatched(lambda: op(x, w, scale))
-    with torch.profiler.profile() as profile:
-        assert dispatched(lambda: op(x, w, scale))
-    assert "skuda::quantized_linear" in {event.key for event in profile.key_averages()}
-    with torch.autograd.forward_ad.dual_level():
-        assert dispatched(lambda: op(x, w, scale))
 
 
 # --- gradients, modes and subclasses ---------------------------------------------------------------------------------

@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from shards import WAYS, cuttable, part, wanted_of
-from support import assert_same_bits, draw, fresh, run
+from processes import ran_on_ranks, returned
+from support import assert_same_bits, fresh
 
-from skuda.dispatch.shard import GroupBroken, GroupMismatch, Shards
+from skuda.dispatch.shard import GroupBroken, GroupMismatch
 from skuda.dispatch.shard.shards import span, split
-from skuda.kernels.catalog import built_in_ops
 from skuda.registry import InvalidProblem
-from skuda.registry.elements import ElementKind
 from skuda.torch import TorchGroup
 
-WORKER = Path(__file__).with_name("group_worker.py")
-
-
 COUNT = 3
-
-
-def on_processes(folder, works, **given):
-    """Return the result or the error of every rank for each work; None for a rank that was killed."""
-    for work in works:
-        (folder / work).mkdir()
-        (folder / work / "given").write_bytes(pickle.dumps(given.get(work)))
-    command = [sys.executable, WORKER, folder, str(COUNT), *works]
-    started = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE) for rank in range(COUNT)]
-    try:
-        errors = [process.communicate(timeout=300)[1].decode() for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    found = {}
-    for work in works:
-        outs = [folder / work / f"{rank}.out" for rank in range(COUNT)]
-        for rank, out in enumerate(outs):
-            assert out.exists() or started[rank].returncode, errors[rank]
-        # Written by the worker.
-        found[work] = [pickle.loads(out.read_bytes()) if out.exists() else None for out in outs]  # noqa: S301
-    return found
 
 
 def drawn_collectives(rng):
@@ -60,54 +28,29 @@ def drawn_collectives(rng):
     return [*given, {"arrays": given[1]["arrays"], "sizes": (7, *[0] * (COUNT - 1))}]
 
 
-def drawn_layers(rng):
-    """Return problems, shards, each rank's inputs, and the output of the whole layer."""
-    cases = [
-        (op, case)
-        for op in built_in_ops()
-        if op.name.endswith("_linear")
-        for case in op.cases
-        if case.problem.output is not ElementKind.S32 and case.problem.compute is case.problem.output.compute
-    ]
-    given, wanted = [], []
-    for number in rng.choice(len(cases), 24, replace=False):
-        op, case = cases[number]
-        axis, held, back = WAYS[rng.integers(len(WAYS))]
-        shards = Shards(axis=axis, count=COUNT, input=held, output=back)
-        if shards.divisible:
-            shards = shards.model_copy(update={"chunks": int(rng.integers(1, 6))})
-        inputs = cuttable(case.problem, shards, draw(op, case, rng).inputs)
-        given.append((case.problem, shards, [part(case.problem, shards, rank, inputs) for rank in range(COUNT)]))
-        wanted.append(run(case.problem, inputs)["output"])
-    return given, wanted
-
-
-WORKS = (
-    *("wrong_arrays", "collectives", "copied", "copied_without_waiting"),
-    *("another_problem", "another_order", "copies_asked_for"),
-)
-LAYERS = ("layers", "layers_copied")
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Return what ranks were given, what they should compute, and what they did, by work; all in the same processes."""
-    rng = fresh("ranks")
-    layers, wanted = drawn_layers(rng)
-    given = {"collectives": drawn_collectives(rng), "layers": layers, "layers_copied": layers}
-    given |= dict.fromkeys(("copied", "copied_without_waiting"), int(rng.integers(2**31)))
-    return given, wanted, on_processes(tmp_path_factory.mktemp("ranks"), (*WORKS, *LAYERS), **given)
+    """Return what ranks were given, and what they did, by work; all in the same processes."""
+    rng, folder = fresh("ranks"), tmp_path_factory.mktemp("ranks")
+    cases, seed = drawn_collectives(rng), int(rng.integers(2**31))
+    works = dict.fromkeys(("wrong_arrays", "another_problem", "another_order", "copies_asked_for"), ())
+    works |= {"collectives": (cases,), "collectives_copied": (cases, folder)}
+    for work in ("copied", "copied_without_waiting"):
+        (folder / work).mkdir()
+        works[work] = seed, folder / work
+    return cases, ran_on_ranks("group_worker", works, COUNT, folder)
 
 
-def test_collectives_are_what_they_say(ranks):
-    given, _, found = ranks
-    for rank, result in enumerate(found["collectives"]):
-        assert not isinstance(result, Exception), result
-        texts, (summed, gathered), results = result
-        assert_same_bits(summed, np.full((2, 3), COUNT, np.int32))
-        assert_same_bits(gathered, np.repeat(np.arange(COUNT, dtype=np.int8), 6).reshape(-1, 3))
-        assert texts == tuple(f"rank {other} says \u00fc" for other in range(COUNT))
-        for case, got in zip([case for case in given["collectives"] for _ in range(2)], results, strict=True):
+@pytest.mark.parametrize("work", ["collectives", "collectives_copied"])
+def test_collectives_are_what_they_say(ranks, work):
+    cases, found = ranks
+    for rank, results in enumerate(returned(found[work])):
+        if work == "collectives":
+            texts, (summed, gathered), results = results  # noqa: PLW2901  what else they do is alike
+            assert_same_bits(summed, np.full((2, 3), COUNT, np.int32))
+            assert_same_bits(gathered, np.repeat(np.arange(COUNT, dtype=np.int8), 6).reshape(-1, 3))
+            assert texts == tuple(f"rank {other} says \u00fc" for other in range(COUNT))
+        for case, got in zip([case for case in cases for _ in range(2)], results, strict=True):
             arrays, sizes = case["arrays"], case["sizes"]
             long = np.concatenate([a[:n] for a, n in zip(arrays, sizes, strict=True)])
             wide = np.concatenate([a[:, :n] for a, n in zip(arrays, sizes, strict=True)], axis=1)
@@ -124,8 +67,7 @@ def test_collectives_are_what_they_say(ranks):
 
 
 def test_arrays_that_a_collective_would_change_or_lose_are_refused(ranks):
-    for said in ranks[2]["wrong_arrays"]:
-        assert not isinstance(said, Exception), said
+    for said in returned(ranks[1]["wrong_arrays"]):
         arrays, others = said[:-4], said[-4:]
         words = ("have 3 elements", "have none", "be floating", "have 1 elements", "be 0 or 1", "each of", "into")
         words = (*("be s32",) * 4, *words) * 2
@@ -136,16 +78,14 @@ def test_arrays_that_a_collective_would_change_or_lose_are_refused(ranks):
 
 def test_ranks_copy_into_each_others_memory(ranks):
     """Rooms are used again and again, and never before what came is read."""
-    for result in ranks[2]["copied"]:
-        assert not isinstance(result, Exception), result
-        wrong, made = result
+    for wrong, made in returned(ranks[1]["copied"]):
         assert not wrong
         assert 1 <= made < 40
-    assert any(wrong for wrong, _ in ranks[2]["copied_without_waiting"]), "the test must see ranks that do not wait"
+    assert any(wrong for wrong, _ in ranks[1]["copied_without_waiting"]), "the test must see ranks that do not wait"
 
 
 def test_copies_are_refused_where_there_are_no_gpus(ranks):
-    for error in ranks[2]["copies_asked_for"]:
+    for error in ranks[1]["copies_asked_for"]:
         assert isinstance(error, InvalidProblem)
         assert "copies" in str(error)
 
@@ -169,24 +109,12 @@ def test_gpus_copy_only_where_all_can_and_want_to(monkeypatch, reaches, wanted, 
     assert group._reach_each_other(wanted=wanted) is able
 
 
-@pytest.mark.parametrize("work", LAYERS)
-def test_layers_have_the_bits_of_one_device(ranks, work):
-    given, wanted, found = ranks
-    for rank, results in enumerate(found[work]):
-        assert not isinstance(results, Exception), results
-        for number, whole in enumerate(wanted):
-            problem, shards, _ = given[work][number]
-            want = wanted_of(whole, problem, shards, rank)
-            for got in results[2 * number : 2 * number + 2]:
-                assert_same_bits(got, want, f"rank {rank}, {problem!r} over {shards!r}")
-
-
 @pytest.mark.parametrize(
     ("work", "words"),
     [("another_problem", "problem"), ("another_order", "first.*second|second.*first")],
 )
 def test_ranks_that_do_something_else_are_refused_on_every_rank(ranks, work, words):
-    for error in ranks[2][work]:
+    for error in ranks[1][work]:
         assert isinstance(error, GroupMismatch)
         assert re.search(words, str(error))
         assert [rank for rank, _ in error.ranks] == [0, 1]
@@ -194,7 +122,7 @@ def test_ranks_that_do_something_else_are_refused_on_every_rank(ranks, work, wor
 
 @pytest.mark.parametrize("how", ["killed", "killed_in_chunks", "silent"])
 def test_a_rank_that_does_not_answer_is_named_to_all_others(how, tmp_path):
-    found = on_processes(tmp_path, [how])[how]
+    found = ran_on_ranks("group_worker", {how: (tmp_path,) if how == "silent" else ()}, COUNT, tmp_path)[how]
     assert found.pop(1) is None
     for error in found:
         assert isinstance(error, GroupBroken), error

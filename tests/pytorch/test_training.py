@@ -2,13 +2,11 @@
 
 import copy
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import ran_on_ranks, returned
 from support import fresh, sampled
 from tensors import assert_same, normal
 from torch import nn
@@ -176,7 +174,7 @@ def test_without_rounded_inputs_there_is_no_int8_layer():
 
 @pytest.mark.parametrize("dtype", TRAINED)
 @pytest.mark.parametrize("bias", [True, False])
-def test_mixed_has_the_bits_of_the_int8_layer_and_gradients_by_ordinary_products(dtype, bias):
+def test_mixed_has_int8_bits_and_gradients_by_ordinary_products(dtype, bias):
     rng = fresh(dtype, bias)
     master = linear(rng, bias=bias)
     layer, x = MixedLinear(master), normal(rng, 2, 5, K, dtype=dtype)
@@ -377,20 +375,6 @@ def test_a_compiled_step_has_no_graph_break_and_the_same_bits(way, low):
     same_step({name.removeprefix("_orig_mod."): value for name, value in got.items()}, wanted)
 
 
-def on_two_processes(worker, saved, path):
-    """Return what each of two processes found out about what was saved."""
-    torch.save(saved, path)
-    command = [sys.executable, Path(__file__).with_name(worker)]
-    processes = [subprocess.Popen([*command, str(rank), "2", path]) for rank in range(2)]
-    try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [torch.load(f"{path}.{rank}") for rank in range(2)]
-
-
 def stack(rng):
     """Return a model with a layer of every way, and a norm after each."""
     layers = [converted(way, linear(rng, K, K), normal(rng, 30, K)) for way in WAYS]
@@ -401,7 +385,8 @@ def test_distributed_gradients_are_the_mean_of_those_of_each_process(tmp_path):
     rng = fresh()
     model, parts = stack(rng), [normal(rng, 4, K), normal(rng, 4, K)]
     steps = [step(model, part) for part in parts]
-    for found in on_two_processes("ddp_worker.py", {"model": model, "parts": parts}, tmp_path / "model"):
+    ranks = ran_on_ranks("training_ranks", {"averaged": (model, parts)}, 2, tmp_path)
+    for found in returned(ranks["averaged"]):
         for (name, _), grad in zip(model.named_parameters(), found, strict=True):
             assert_same(grad, steps[0][name] / 2 + steps[1][name] / 2)
 
@@ -409,7 +394,7 @@ def test_distributed_gradients_are_the_mean_of_those_of_each_process(tmp_path):
 def test_sharded_training_has_the_results_of_one_process(tmp_path):
     rng = fresh()
     model, batches = stack(rng), [[normal(rng, 4, K), normal(rng, 4, K)] for _ in range(3)]
-    given = copy.deepcopy(model)
+    ranks = ran_on_ranks("training_ranks", {"sharded": (model, batches)}, 2, tmp_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = [[], []]
     for parts in batches:
@@ -419,8 +404,7 @@ def test_sharded_training_has_the_results_of_one_process(tmp_path):
             losses[rank].append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    found = on_two_processes("fsdp_worker.py", {"model": given, "batches": batches}, tmp_path / "model")
-    for rank, (heard, weights) in enumerate(found):
+    for rank, (heard, weights) in enumerate(returned(ranks["sharded"])):
         assert heard == losses[rank]
         for (name, parameter), weight in zip(model.named_parameters(), weights, strict=True):
             assert torch.equal(weight, parameter), name

@@ -463,25 +463,6 @@ def test_the_layers_of_gpt2_become_int8(way, tmp_path):
             assert torch.equal(logits(from_pretrained(tmp_path / "again"), ids), got)
 
 
-def test_experts_that_no_layer_holds_are_in_the_report_of_a_loaded_model(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 97, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.Qwen3MoeConfig(num_hidden_layers=1, **sizes, **heads)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = from_pretrained(tmp_path, quantization_config=SkudaConfig())
-    report = model.hf_quantizer.report
-    for name in ("gate_up_proj", "down_proj"):
-        assert "3 axes in Qwen3MoeExperts" in report.left[f"model.layers.0.mlp.experts.{name}"]
-    assert "is no linear layer" in report.left["model.layers.0.mlp.gate.weight"]
-    assert report.left["lm_head"] == "it is not selected"
-    stay = {name for name, p in model.named_parameters() if p.dim() > 1}
-    assert {name if name in report.left else name.removesuffix(".weight") for name in stay} == report.left.keys()
-    assert report.bytes_after == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    assert report.bytes_after / report.bytes_before > report.layer_bytes_after / report.layer_bytes_before + 0.1
-    with pytest.raises(InvalidProblem, match="experts"):
-        quantize_(model, Dynamic(), strict=True)
-
-
 def test_weights_that_were_changed_are_not_converted(tmp_path, monkeypatch):
     rng = fresh()
     written(rng, tmp_path, "dynamic")
@@ -526,34 +507,7 @@ def quantized(tmp_path):
     return tmp_path / "int8"
 
 
-def test_a_scheme_that_is_not_served_is_refused_by_its_name(quantized):
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8}
-    (quantized / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidRecord, match="kv_cache_scheme must be null"):
-        from_pretrained(quantized)
-
-
 UP = "model.layers.1.mlp.up_proj"
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        (f"{UP}.weight", None),
-        (f"{UP}.weight", lambda t: t.T),
-        (f"{UP}.weight_scale", lambda t: t * float("inf")),
-        (f"{UP}.weight_zero_point", lambda _: torch.ones(96, 1, dtype=torch.int8)),
-    ],
-)
-def test_a_tensor_that_does_not_fit_is_refused_by_its_name(name, change, quantized):
-    tensors = load_file(quantized / "model.safetensors")
-    old = tensors.pop(name, None)
-    if change is not None:
-        tensors[name] = change(old).contiguous()
-    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InvalidRecord, match=name.replace(".", r"\.")):
-        from_pretrained(quantized)
 
 
 def report_of(folder, **options):
@@ -609,7 +563,7 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("way", sampled(["floats", "int8", "int4", "fused"]))
-def test_a_loaded_model_is_copied_saved_by_torch_and_sent_to_a_process(way, quantized, tmp_path):
+def test_a_loaded_model_is_copied_saved_and_sent(way, quantized, tmp_path):
     ids = drawn_ids(fresh(way))
     given = {} if way == "int8" else {"quantization_config": SkudaConfig(weights="int4" if way == "int4" else "int8")}
     model = from_pretrained(quantized if way == "int8" else tmp_path / "floats", **given)

@@ -114,7 +114,7 @@ class TestRefusals:
             toy_registry.register(record, origin="newcomer 1.0")
         assert (caught.value.field, caught.value.origins) == (field, (first, "newcomer 1.0"))
 
-    def test_the_second_element_of_an_op_without_one_and_what_is_no_record_are_refused(self, toy_registry):
+    def test_a_second_element_without_a_field_is_refused(self, toy_registry):
         fill = next(sku for sku in built_in_registry() if sku.op == "fill")
         with pytest.raises(RegistrationError) as caught:
             built_in_registry().register(fill.model_copy(update={"aux_element": "s8"}))
@@ -159,7 +159,7 @@ def test_registering_gives_a_new_snapshot_and_keeps_the_old_one(toy_registry):
         newer.backends["x"] = None
 
 
-def test_list_order_is_the_ranking_and_reference_kernels_stand_last_whoever_came_first():
+def test_list_order_is_the_ranking_and_references_stand_last():
     registry = Registry([toy_op(toy_sku(), cuda_sku("sm_90a", "fast"), cuda_sku("sm_80", "plain"))])
     late = registry.register(cuda_sku("sm_80", "late"))
     variants = [sku.variant for sku in late.candidates(ToyDescriptor().key())]

@@ -1,11 +1,8 @@
-"""One process of `test_ranks`: `rank_worker.py RANK COUNT FOLDER SEED` does all cases on 1, 2, ... and COUNT ranks."""
+"""What each rank of `test_ranks` does."""
 
 import itertools
-import json
 import os
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}
@@ -33,7 +30,6 @@ from vllm_layers import (
     expected,
     load,
     made,
-    memory,
     quantization,
     ready,
     reloading,
@@ -46,7 +42,8 @@ from skuda.vllm import linear_method
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 
-RANK, COUNT, FOLDER, SEED = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+RANK, COUNT, SEED = 0, 1, 0
+"""Which rank of how many this is, and the seed of what it draws: `every` sets them."""
 HEADS = {"q": 4, "k": 2, "v": 2}
 SCHEMES = tuple(
     {"dynamic": dynamic, "symmetric": symmetric, "per_channel": per_channel}
@@ -243,30 +240,6 @@ def gated(degree):
         yield torch.equal(found, OF_ONE.setdefault(rows, found))
 
 
-def in_place(degree):
-    """Weights that are loaded again, by the loaders alone and by the layerwise reload of vLLM."""
-    for kind, (number, scheme), reloads, bias in itertools.product(
-        PARTS, enumerate(SCHEMES), (False, True), (True, False)
-    ):
-        rng = drawn("in place", kind, number, bias)
-        model = nn.ModuleDict({"layer": new(kind, torch.bfloat16, scheme, bias=bias)})
-        layer = model["layer"]
-        layerwise.record_metadata_for_reloading(model)
-        load(layer, checkpoint(kind, rng, **scheme, bias=bias))
-        ready(layer)
-        before = memory(layer)
-        for floating in (False, True) if scheme["dynamic"] else (False,):
-            given = parts = checkpoint(kind, rng, **scheme, bias=bias)
-            if floating:
-                given, whole = floats(kind, rng, torch.bfloat16)
-                biases = {part: {"bias": tensors["bias"]} for part, tensors in parts.items() if bias}
-                given, parts = ({part: each[part] | biases.get(part, {}) for part in each} for each in (given, whole))
-            with reloading(model) if reloads else nullcontext():
-                load(layer, given)
-            yield memory(layer) == before
-            yield right(layer, kind, inputs(rng, 4, torch.bfloat16), parts, degree, scheme)
-
-
 def head(degree):
     """A head of which each rank has a part of the vocabulary."""
     rng = drawn("head")
@@ -308,21 +281,22 @@ def faults(degree):
     yield right(layer, "row", x, parts, degree, DYNAMIC)
 
 
-torch.set_num_threads(1)
-Kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
-skuda.vllm.register()
-kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA]
-every = {}
-with set_current_vllm_config(CONFIG):
-    init_distributed_environment(COUNT, RANK, f"file://{FOLDER}/store", RANK, "gloo")
-    degree = 1
-    while degree <= COUNT:
-        ensure_model_parallel_initialized(degree, 1)
-        with torch.inference_mode():
-            for case in (schemes, rows_with, not_split, floating, four_bits, compiled, gated, in_place, head, faults):
-                every[f"{case.__name__} {degree}"] = list(case(degree))
-        destroy_model_parallel()
-        degree *= 2
-(FOLDER / f"{RANK}.json").write_text(json.dumps(every))
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
+def every(folder, count, seed):
+    """Return what all cases found on 1, 2, ... and `count` ranks, by their names and numbers of ranks."""
+    global RANK, COUNT, SEED
+    RANK, COUNT, SEED = (rank := int(os.environ["RANK"])), count, seed
+    Kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+    skuda.vllm.register()
+    kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA]
+    found, degree = {}, 1
+    with set_current_vllm_config(CONFIG):
+        init_distributed_environment(count, rank, f"file://{folder}/store", rank, "gloo")
+        while degree <= count:
+            ensure_model_parallel_initialized(degree, 1)
+            with torch.inference_mode():
+                for case in (schemes, rows_with, not_split, floating, four_bits, compiled, gated, head, faults):
+                    found[f"{case.__name__} {degree}"] = list(case(degree))
+            destroy_model_parallel()
+            degree *= 2
+    torch.distributed.barrier()
+    return found

@@ -206,15 +206,6 @@ def test_captured_graphs_read_the_tables_of_vllm(alone):
     assert server.builders[0].get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
 
 
-def test_calls_like_an_earlier_one_build_no_problem_again(alone, monkeypatch):
-    rng = fresh()
-    server, tokens = Server(rng), {"a": drawn(rng, 2, 9)}
-    server.step(tokens, {"a": 4})
-    server.step(tokens, {"a": 1})
-    monkeypatch.setattr(attention, "AttentionDescriptor", None)
-    server.step(tokens, {"a": 1})
-
-
 @pytest.mark.parametrize(
     ("given", "field"),
     [

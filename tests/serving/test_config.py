@@ -175,7 +175,7 @@ def test_other_schemes_are_refused_by_name(config_of, place, value, field):
 
 
 @pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
-def test_whoever_has_4_bit_weights_of_other_projects_is_told_what_to_do(config_of, form):
+def test_other_4_bit_weights_are_refused_with_advice(config_of, form):
     config = changed(f"{WEIGHTS}.num_bits", 4) | {"format": form}
     with pytest.raises(InvalidProblem, match=r"skuda\.torch\.load_"):
         quantized(config_of(config, quantization="skuda"))

@@ -78,7 +78,7 @@ def test_a_row_with_a_nan_is_nan_in_an_exact_model(served, monkeypatch, exact):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("described", [{}, {"weights": "int4"}, described()])
-def test_logits_are_f32_and_those_of_the_op_alone_and_in_a_batch(served, dtype, described):
+def test_logits_are_those_of_the_op_in_any_batch(served, dtype, described):
     rng = fresh(dtype, *described)
     layer, weight = made(dtype, config(**described)), drawn(rng, dtype=dtype)
     load(layer, weight=weight)

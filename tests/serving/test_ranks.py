@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from processes import ran_on_ranks
+from processes import ran_on_ranks, returned
 from support import fresh
 
-HERE = Path(__file__).parent
 COUNT = 4
 DEGREES = (1, 2, 4)
-CASES = ("schemes", "rows_with", "not_split", "floating", "four_bits", "compiled", "gated", "in_place", "head")
+CASES = ("schemes", "rows_with", "not_split", "floating", "four_bits", "compiled", "gated", "head")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What every case found on each of four processes, by its name and the number of ranks."""
-    folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
-    worker, paths = HERE / "rank_worker.py", (HERE.parent / "helpers",)
-    return ran_on_ranks(worker, COUNT, folder, seed, seconds=900, paths=paths, PYTHONWARNINGS="ignore")
+    folder, seed = tmp_path_factory.mktemp("ranks"), int(fresh().integers(2**31))
+    given, quiet = (folder, COUNT, seed), {"PYTHONWARNINGS": "ignore"}
+    ranks = ran_on_ranks("rank_worker", {"every": given}, COUNT, folder, backend="", seconds=900, **quiet)
+    return returned(ranks["every"])
 
 
 @pytest.mark.parametrize("degree", DEGREES)

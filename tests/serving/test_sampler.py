@@ -263,7 +263,7 @@ def test_tokens_and_log_probabilities_are_those_of_skuda_torch(runner):
             tokens.append(token)
 
 
-def test_requests_of_one_seed_differ_by_position_and_those_without_one_by_name(alone):
+def test_requests_of_one_seed_differ_by_position_or_name(alone):
     given = prompts(fresh())
     tokens = [token for token, _ in generated(First, given, [["any"]] * STEPS)["any"]]
     assert tokens == [token for token, _ in generated(First, given, [["any"]] * STEPS)["any"]]
@@ -369,7 +369,7 @@ def test_named_tokens_have_exact_log_probabilities(alone, monkeypatch):
             assert (got.logprobs[row, len(ids) :] == -torch.inf).all()
 
 
-def test_a_row_without_a_distribution_gives_an_id_that_exists_and_a_warning(runner, monkeypatch):
+def test_a_row_without_a_distribution_gives_a_known_id(runner, monkeypatch):
     told, server, healthy = [], runner(prompts(fresh())), logits_of
     monkeypatch.setattr(sampler.logger, "warning", lambda line, *values: told.append(line % values))
     monkeypatch.setattr(sampler.UNDEFINED, "__dict__", sampler.Undefined().__dict__)

@@ -125,26 +125,6 @@ def test_bash_completes_commands_and_options(line, words):
     assert all(word.startswith(line.split()[-1]) for word in found)
 
 
-def test_the_shell_gets_a_function_that_asks_for_completions(tmp_path):
-    if shutil.which("bash") is None:
-        pytest.skip("no bash here")
-    # Without this, typer asks the processes above for the shell.
-    named = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    command = [sys.executable, "-m", "skuda", "--show-completion", "bash"]
-    script = subprocess.run(command, env=named, capture_output=True, text=True, check=True).stdout
-    assert "_SKUDA_COMPLETE=complete_bash" in script
-    # As a shell does on TAB: source the function, set what was typed, call it.
-    program = (
-        f'{script}\nCOMP_WORDS=(skuda diff --al)\nCOMP_CWORD=2\n_skuda_completion "$1"\necho "${{COMPREPLY[@]}}"\n'
-    )
-    (tmp_path / "skuda").write_text(f'#!/bin/sh\nexec {sys.executable} -m skuda "$@"\n')
-    (tmp_path / "skuda").chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", program, "bash", str(tmp_path / "skuda")], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "--all"
-
-
 # ---------------------------------------------------------------------------------------------------------- bad words
 
 BAD = {
@@ -221,28 +201,6 @@ def test_bad_input_is_answered_in_one_line(skuda, arguments, says):
     assert err.count("\n") == 1
     assert err.endswith("\n")
     assert says in err
-
-
-@pytest.mark.parametrize("arguments", [["list", "--op", "nope"], ["list", "--nope"], [*LINEAR, "--q-max", "0"]])
-def test_bad_input_through_the_console_script(arguments):
-    code = "import sys; from skuda.tools.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
-def test_a_reader_that_leaves_causes_no_traceback():
-    command = f"set -o pipefail; {sys.executable} -m skuda.tools.cli list --skus | head -n 1; echo $?"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[1:] == ["1"], "the reader got what it wanted, but not everything"
-    assert done.stderr == ""
-    read, write = os.pipe()
-    os.close(read)
-    # So little that it is written when the process ends.
-    command = [sys.executable, "-m", "skuda", "list", "--op", "fill"]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=write, stderr=-1, env=buffered, check=False)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_a_defect_is_not_dressed_up_as_bad_input(skuda, monkeypatch):

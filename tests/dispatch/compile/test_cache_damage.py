@@ -58,20 +58,6 @@ def damaged(rng, content):
     ]
 
 
-@pytest.mark.parametrize("bits", [1, pytest.param(8, marks=pytest.mark.full)])
-def test_no_flipped_bit_is_believed(cache, bits):
-    get(cache)
-    path = entry_of(cache)
-    content = path.read_bytes()
-    rng = fresh("bits", bits)
-    for at in range(len(content)):
-        for bit in rng.permutation(8)[:bits]:
-            path.write_bytes(content[:at] + bytes([content[at] ^ (1 << int(bit))]) + content[at + 1 :])
-            (entry,) = cache.survey()
-            assert entry.facts is None
-            assert entry.trouble.isprintable()
-
-
 def test_no_damage_loses_the_kernel(cache):
     get(cache)
     path = entry_of(cache)

@@ -136,7 +136,7 @@ def test_headers_of_cuda_are_found(find, tmp_path, monkeypatch, package):
     assert "k" in read_kernels(compiler.compile(Job("the id", source, (), "sm_80")))
 
 
-def test_an_nvcc_that_does_not_run_is_a_compile_error_and_one_without_a_version_is_none(tmp_path, monkeypatch):
+def test_an_nvcc_that_does_not_run_is_a_compile_error(tmp_path, monkeypatch):
     with pytest.raises(CompileError, match="does not run"):
         Nvcc(str(tmp_path / "nvcc"), "13.0").compile(job())
     (tmp_path / "nvcc").write_text("#!/bin/sh\necho something else\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import stat
 import subprocess
@@ -198,30 +197,3 @@ def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path):
         process.communicate()
         assert process.returncode == 0
     assert log.read_text() == "built\n"
-
-
-def test_a_reader_never_sees_half_an_entry(cache):
-    stop = threading.Event()
-    troubles = []
-
-    def publish():
-        while not stop.is_set():
-            cache._publish(KEY, "nvcc 13.0", CUBIN, ("an id", "package:file.cu"), troubles)
-
-    def read():
-        for _ in range(300):
-            notes = []
-            cubin = cache._read_any(KEY, "nvcc 13.0", notes)
-            assert cubin in {None, CUBIN}
-            assert notes == []
-
-    with ThreadPoolExecutor(4) as pool:
-        writers = [pool.submit(publish) for _ in range(2)]
-        readers = [pool.submit(read) for _ in range(2)]
-        for reader in readers:
-            reader.result()
-        stop.set()
-        for writer in writers:
-            writer.result()
-    assert troubles == []
-    assert json.loads(entry_of(cache).read_bytes().split(b"\n")[2])["size"] == len(CUBIN)

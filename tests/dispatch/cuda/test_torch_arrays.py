@@ -106,9 +106,7 @@ def test_a_tensor_changed_in_place_is_noticed_whatever_the_mode_of_gradients(rig
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_new_outputs_come_from_the_allocator_of_compiled_code_for_the_current_device_and_stream(
-    rig, monkeypatch, elsewhere
-):
+def test_new_outputs_come_from_the_allocator_of_compiled_code(rig, monkeypatch, elsewhere):
     guards = pytest.importorskip("torch._C._dynamo.guards")
     asked = []
 

@@ -59,7 +59,7 @@ def _as(kind, arrays):
 
 @EACH_OP
 @pytest.mark.parametrize("kind", [Loud, Metres, np.memmap, np.recarray])
-def test_a_subclass_gives_the_bits_of_its_values_and_comes_back_as_it_was_given(op, kind):
+def test_a_subclass_gives_the_bits_of_its_values_and_returns(op, kind):
     problem, inputs, outputs = _ready(op)
     want = {name: array.copy() for name, array in outputs.items()}
     dispatcher().run(problem, **inputs, **want)

@@ -240,7 +240,7 @@ def odd(install):
 
 
 @pytest.mark.parametrize(("head", "body", "words"), MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
-def test_a_backend_that_misbehaves_when_it_is_asked_is_set_aside_and_the_next_kernel_serves(odd, head, body, words):
+def test_a_backend_that_misbehaves_is_set_aside(odd, head, body, words):
     dispatcher = odd(head, body)
     problem = problem_of(dispatcher)
     assert dispatcher.run(problem, value=3.0).tolist() == [3.0, 3.0]
@@ -260,7 +260,7 @@ def test_a_backend_that_misbehaves_when_it_is_asked_is_set_aside_and_the_next_ke
         Dispatcher().select(problem, PlanPreference(backend="odd"))
 
 
-def test_a_backend_may_refuse_a_kernel_with_an_error_of_ours_and_stays(odd):
+def test_a_backend_that_refuses_a_kernel_stays(odd):
     dispatcher = odd("prepare(self, sku, problem, device)", "raise CompileError(sku.id, 'there is no abacus')")
     with pytest.raises(CompileError, match="abacus"):
         dispatcher.select(problem_of(dispatcher))
@@ -489,7 +489,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", ["run", "bound"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_launch_that_raises_names_kernel_and_package_and_sets_the_plugin_aside(install, failure, how):
+def test_a_launch_that_raises_sets_its_plugin_aside(install, failure, how):
     code, words = FAILURES[failure]
     name = f"failing_{list(FAILURES).index(failure)}_{how}"  # sources are looked up once for a process
     install(name, ON_NUMPY.format(failure=code), kernels="records")
@@ -569,7 +569,7 @@ def test_what_is_not_the_kernels_fault_sets_nothing_aside(install, raised, kind)
 
 
 @pytest.mark.parametrize("how", ["run", "bound"])
-def test_an_error_in_a_kernel_of_ours_names_the_kernel_and_stays_what_it_is(how):
+def test_an_error_in_our_kernel_names_it_and_stays(how):
     def broken(problem, **arrays):
         raise ZeroDivisionError("ours")
 

@@ -124,7 +124,7 @@ def test_only_a_gain_beyond_the_margin_counts(registry, us, margin, flips):
         assert f"{compared}, which is within the margin of {margin} %" in stays(explanation)
 
 
-def test_the_first_of_the_ranking_stays_where_it_is_the_fastest_or_as_fast(registry):
+def test_the_first_of_the_ranking_stays_if_nothing_is_faster(registry):
     for us in (10.0, 11.0):
         reason = stays(explained(registry, measured(FIRST, 10.0), measured(SECOND, us), margin=0))
         assert reason == "the first of the ranking is the fastest measured"
@@ -157,11 +157,6 @@ def test_a_weaker_promise_is_never_chosen_however_fast(less):
     assert against(explanation, weak) == f"promises less than the first of the ranking: {next(iter(less))}"
     # With nothing equal that is faster, the ranking stays.
     stays(explained(registry, *candidates[:2]))
-
-
-def test_a_stronger_promise_may_be_chosen(registry):
-    registry = Registry([toy_op(LOOSE, SECOND)])
-    assert explained(registry, measured(LOOSE, 10.0), measured(SECOND, 9.0)).chosen == SECOND.id
 
 
 def test_what_is_stronger_and_what_is_another_promise():
@@ -316,7 +311,7 @@ def test_a_configuration_that_was_measured_is_prepared_and_reported(registry, he
     assert f"8.0 us: {SECOND.id}, b" in str(explanation)
 
 
-def test_a_configuration_alone_may_change_where_the_kernel_is_the_first_or_the_only_one(registry, here):
+def test_a_configuration_alone_may_change(registry, here):
     candidates = [measured(SECOND, us, name) for us, name in ((9.0, "a"), (8.0, "b"))]
     for order, preference in (((SECOND, FIRST), {}), ((FIRST, SECOND), {"sku": SECOND.id})):
         backend = Tiled("a", "b")
@@ -338,7 +333,7 @@ def test_times_of_configurations_that_are_gone_leave_the_ranking_as_it_is(regist
     assert ("second", "") in backend.prepared or backend.prepared == [("first", "")]
 
 
-def test_a_plan_keeps_its_configuration_and_is_made_ready_with_it_or_not_at_all(registry, here):
+def test_a_plan_is_made_ready_with_its_own_configuration(registry, here):
     plan = dispatcher_of(registry, *TILES, backend=Tiled("a", "b")).select(PROBLEM)
     copy = Plan.model_validate_json(plan.model_dump_json())
     assert copy == plan

@@ -71,7 +71,7 @@ def shards_for(way, problem, rng, count=None):
 
 
 @pytest.mark.parametrize(("op", "case"), sampled(CASES, 1, each=lambda op, case: (op.name, case.problem.epilogue)))
-def test_every_case_of_a_linear_op_has_the_same_bits_on_any_number_of_ranks(op, case):
+def test_every_linear_case_has_the_same_bits_on_all_ranks(op, case):
     rng = fresh(op.name, case)
     inputs = draw(op, case, rng).inputs
     for i in rng.choice(len(WAYS), 3, replace=False):

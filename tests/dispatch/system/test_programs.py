@@ -74,7 +74,7 @@ def ended(pid):
     return False
 
 
-def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(parent):
+def test_a_program_that_takes_too_long_is_ended(parent):
     with pytest.raises(subprocess.TimeoutExpired):
         programs.run([str(parent)], timeout=2)
     ((pid, _),) = started(parent)

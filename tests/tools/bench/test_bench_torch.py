@@ -14,10 +14,10 @@ from support import fresh
 
 from skuda.dispatch import BackendStatus, Dispatcher
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
-from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
+from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.linear import ScaledLinearDescriptor
-from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerChannelDescriptor
+from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor
 from skuda.registry import InvalidProblem, Role
 from skuda.registry.device import HOST, device_named
 from skuda.tools.bench import lab as lab_module
@@ -25,7 +25,7 @@ from skuda.tools.bench import rivals as bench_rivals
 from skuda.tools.bench.bench import KernelBench
 from skuda.tools.bench.clock import CudaClock, Reading
 from skuda.tools.bench.cutlass.rival import Cutlass
-from skuda.tools.bench.formulas import ROWS, answer, formula
+from skuda.tools.bench.formulas import ROWS, answer
 from skuda.tools.bench.lab import LabSizes, TorchLab
 from skuda.tools.bench.record import least_work
 from skuda.tools.bench.rivals import absence, rivals_of
@@ -90,16 +90,8 @@ def test_formulas_are_the_reference_bit_for_bit(lab, case, seed):
         assert "got nan" in lab.mismatch(OPS[case.op], case.problem, inputs, outputs, None)
 
 
-def test_formulas_of_other_ranks(lab, seed):
-    fields = {"shape": (3, 4, 5), "axis": 1, "q_min": -128, "q_max": 127}
-    problem = QuantizePerChannelDescriptor(**fields, input_element="f32", output_element="s8")
-    inputs, outputs = solved(lab, problem, seed)
-    assert formula(problem, inputs) is not None
-    assert lab.mismatch(OPS[problem.op_name()], problem, inputs, outputs, 0) == ""
-
-
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_a_packed_weight_is_drawn_so_that_its_codes_fit_and_the_formula_unpacks_it(lab, seed, group_size):
+def test_a_packed_weight_has_codes_that_fit_and_is_unpacked(lab, seed, group_size):
     problem = ScaledLinearDescriptor(m=5, n=40, k=272, weight_element="s4", group_size=group_size, output_element="f32")
     inputs, outputs = solved(lab, problem, seed)
     scale, base = np.moveaxis(inputs["weight_q"].numpy()[..., 1024:].reshape(-1, 2), 1, 0).astype(int)
@@ -408,27 +400,13 @@ def test_a_whole_run_measures_every_op_and_its_rivals(lab, quiet, group):
 
 @needs_cc
 @pytest.mark.parametrize(("fails", "says"), [(0, ""), (3, "CUTLASS cannot implement it"), (107, "CUTLASS status 7")])
-def test_the_fastest_configuration_of_cutlass_is_timed_and_one_that_fails_is_named(lab, quiet, tmp_path, fails, says):
+def test_the_fastest_configuration_of_cutlass_is_timed(lab, quiet, tmp_path, fails, says):
     found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp", fails=fails), None)
     (case,) = select_cases(REGISTRY, ["smoothquant_linear"], [(24, 16, 32)], ["bf16"])
     bench = bench_of(lab, rivals=partial(rivals_of, libraries=[found]))
     rival = bench.measure(case).rivals[0]
     assert says in rival.refused
     assert (rival.timing is None, rival.chosen == "") == (bool(fails), bool(fails))
-
-
-@pytest.mark.parametrize("case", LOGITS, ids=lambda case: case.label)
-def test_logits_with_one_wrong_result_are_not_timed(lab, quiet, case, monkeypatch):
-    right = HostRunner.bind
-
-    def bind(self, arrays, stream):
-        call, name = right(self, arrays, stream), "logprob" if case.op == "log_softmax_at" else "token"
-        return lambda: (call(), arrays[name][-1:].view(torch.uint8).bitwise_xor_(1))
-
-    monkeypatch.setattr(HostRunner, "bind", bind)
-    result = bench_of(lab).measure(case)
-    assert (result.timing, result.rivals) == (None, ())
-    assert re.match(r"wrong result: (token|logprob)\[3", result.refused)
 
 
 def test_the_empty_kernel_is_asked_of_torch_and_its_absence_is_noted(lab, monkeypatch):
@@ -449,7 +427,7 @@ def test_a_device_that_is_lost_while_candidates_are_timed_refuses_all(lab, monke
     assert [c.refused for c in entry.candidates] == ["RuntimeError: an illegal memory access was encountered"]
 
 
-def test_a_gpu_gets_a_stream_and_events_of_its_own_and_a_flush_for_its_cache(monkeypatch):
+def test_a_gpu_gets_its_own_stream_events_and_flush(monkeypatch):
     cpu, made = torch.device("cpu"), []
     monkeypatch.setattr(torch, "device", lambda *names: made.append(names) or cpu)
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None), ("Stream", "a stream")):

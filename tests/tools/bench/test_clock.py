@@ -160,7 +160,7 @@ def test_every_run_on_a_gpu_stands_between_events_behind_a_flush():
 
 
 @pytest.mark.parametrize("careful", [True, False])
-def test_a_call_is_warm_before_it_is_captured_and_replayed_without_the_host(careful):
+def test_a_call_is_warm_before_it_is_captured(careful):
     cuda, runs = FakeCuda(), []
     replay = CudaClock(cuda, "cuda:0").capture(lambda: runs.append((cuda.mode, "capture" in cuda.log)), careful=careful)
     warm, captured = ("default", False), ("default", True)
@@ -169,7 +169,7 @@ def test_a_call_is_warm_before_it_is_captured_and_replayed_without_the_host(care
     assert (len(runs), cuda.log[-1]) == (2 + careful, "replay")
 
 
-def test_a_call_that_waits_for_the_device_is_refused_and_other_errors_stay_what_they_are():
+def test_a_call_that_waits_for_the_device_is_refused():
     for message, says in (
         ("called a synchronizing operation", "it waits for the device, so no graph can hold it: called"),
         ("out of memory", "^out of memory$"),

@@ -6,7 +6,6 @@ import re
 
 import pytest
 from measured import CEILINGS, REGISTRY, measured, record_of, some_record
-from paths import ROOT
 
 from skuda.dispatch.select.tuning import Timing
 from skuda.tools.bench.bench import STUDY
@@ -15,8 +14,6 @@ from skuda.tools.bench.report import sections
 from skuda.tools.cli import main
 from skuda.tools.frame.view import markdown
 from skuda.tools.verify.fingerprint import source_hash
-
-EVIDENCE = ROOT / "docs" / "evidence"
 
 
 def section(record, name):
@@ -56,7 +53,7 @@ def test_a_table_of_an_op_has_a_row_for_every_case():
     assert "| 4096x4096 | bf16 | refused | " in section(some_record(), "fake_quantize")
 
 
-def test_the_rate_of_attention_is_that_of_products_for_many_new_tokens_and_else_that_of_memory():
+def test_the_rate_of_attention_is_that_of_products_or_memory():
     cases = [measured("attention", shape, 100.0) for shape in ((1, 1, 1024, 128), (1, 2048, 2048, 128))]
     decode, prefill = section(record_of(*cases), "attention").splitlines()[-2:]
     assert decode.startswith("| 1x1x1024x128 | bf16 | 100.0 | 0.0218 TB/s | ")
@@ -137,7 +134,7 @@ def test_a_stale_record_looks_stale(shown):
     assert "measured by method 0, today's is 1" in shown(old, width=140)[1]
 
 
-def test_a_terminal_shows_what_the_record_says_and_leaves_out_columns_where_it_is_narrow(shown):
+def test_a_narrow_terminal_leaves_columns_of_a_record_out(shown):
     record = some_record(absent={"gone": "gone is not installed"})
     gone = RivalResult(name="gone", computes="the same", refused="gone is not installed")
     first = record.cases[0].model_copy(update={"rivals": (*record.cases[0].rivals, gone)})

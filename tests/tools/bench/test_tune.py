@@ -138,7 +138,7 @@ def test_those_near_the_fastest_are_timed_again_in_more_rounds(monkeypatch, cost
         assert set(made.lab.runs[: len(again)]) == set(again)
 
 
-def test_a_time_of_the_first_rounds_does_not_count_where_there_are_more(monkeypatch):
+def test_the_first_rounds_do_not_count_if_there_are_more(monkeypatch):
     monkeypatch.setitem(COSTS, "wide", 10.2)
     made = tuner(repeats=3)
     slower = iter([0.0] * 3 + [0.0] * 9 + [5.0] * 1000)  # checks, first rounds, further rounds
@@ -152,20 +152,7 @@ def test_a_time_of_the_first_rounds_does_not_count_where_there_are_more(monkeypa
     assert [c.timing.best for c in entry.candidates] == [15.2, 15.0, 20.0]
 
 
-def test_the_definition_is_asked_once_a_problem_however_many_are_compared_with_it(monkeypatch):
-    asked = []
-
-    def counted(op, problem, inputs):
-        asked.append(problem)
-        return answer(op, problem, inputs)
-
-    monkeypatch.setattr(lab, "reference_answer", counted)
-    problems = [ToyDescriptor(m=5), ToyDescriptor(m=6)]
-    assert [len(entry.candidates) for entry in tuner().run(problems, silent)] == [3, 3]
-    assert asked == problems
-
-
-def test_several_layers_are_timed_at_once_and_each_has_the_time_of_one():
+def test_several_layers_are_timed_at_once():
     made = tuner(repeats=7, layers=3)
     (entry,) = made.run([ToyDescriptor(m=5)], silent)
     assert entry.layers == 3
@@ -174,7 +161,7 @@ def test_several_layers_are_timed_at_once_and_each_has_the_time_of_one():
     assert tuner().run([ToyDescriptor(m=5)], silent)[0].layers == 1
 
 
-def test_layers_read_what_a_model_has_just_written_and_have_weights_of_their_own(monkeypatch):
+def test_layers_share_an_input_and_have_weights_of_their_own(monkeypatch):
     asked, seen = [], []
     monkeypatch.setattr(
         lab, "reference_answer", lambda op, problem, inputs: asked.append(problem) or answer(op, problem, inputs)
@@ -405,7 +392,7 @@ def test_explain_says_what_was_measured(install, skuda, monkeypatch):
     assert max(map(len, page.splitlines())) <= 80
 
 
-def test_a_terminal_shows_the_fastest_and_the_refused_as_the_file_has_them(install, skuda, monkeypatch):
+def test_a_terminal_shows_the_fastest_and_the_refused(install, skuda, monkeypatch):
     install()
     monkeypatch.setenv("FORCE_COLOR", "1")
     _, out, err = skuda(*TWICE, "--output", "my times.json", "--margin", "2.5")
@@ -452,9 +439,7 @@ def test_layers_are_in_the_file_and_on_the_page(install, skuda, monkeypatch):
         assert says in ANSI.sub("", err)
 
 
-def test_a_file_of_kernels_that_are_not_here_is_shown_still_and_cannot_control_the_terminal(
-    install, skuda, monkeypatch
-):
+def test_a_file_of_absent_kernels_is_shown_safely(install, skuda, monkeypatch):
     install()
     skuda(*KEPT)
     monkeypatch.setenv("SKUDA_PLUGINS", "0")

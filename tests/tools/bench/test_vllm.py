@@ -90,7 +90,7 @@ def test_each_op_is_compared_and_timed_with_outputs_that_are_there_before(lab, s
         partial(problem, "quantized_linear", output_element="f16"),
     ],
 )
-def test_results_are_near_those_of_the_op_in_every_element_that_vllm_has(lab, seed, vllm_stub, of, element):
+def test_results_of_vllm_are_near_those_of_the_op(lab, seed, vllm_stub, of, element):
     path, _ = vllm_stub()
     made = of(element=element)
     inputs = lab.draw(made, seed)
@@ -152,7 +152,7 @@ def test_what_vllm_does_not_compute_is_refused_with_the_reason(vllm_stub, of, sa
         vllm_of(of(), path).make(of(), {})
 
 
-def test_without_a_library_vllm_is_absent_and_an_op_that_it_lacks_has_no_such_rival():
+def test_an_op_that_vllm_lacks_has_no_such_rival():
     for op in SERVED + PRODUCTS:
         assert absence(vllm_of(problem(op), None)) == (
             f"no library is named; bench with --vllm LIBRARY, the path of {FILE} or of the package vllm"

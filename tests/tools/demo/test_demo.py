@@ -27,11 +27,9 @@ from skuda.tools.demo.command import print_result, read_sentences, run_demo
 from skuda.tools.demo.encoder import (
     EncoderConfig,
     Model,
-    attention,
     erf,
     load_model,
 )
-from skuda.tools.demo.ways import cosine
 from skuda.tools.verify.placement import HostPlacement
 
 needs_model = pytest.mark.skipif(
@@ -97,22 +95,6 @@ def test_the_encoder_is_its_definition(rng):
     assert np.abs(got - want).max() < 2e-5
 
 
-def test_the_mask_keeps_attention_within_a_sentence(rng):
-    query, key, value = (rng.normal(size=(6, 8)).astype(np.float32) for _ in range(3))
-    apart = attention(query, key, value, np.array([[True] * 4, [True, True, False, False]]), heads=2)
-    together = attention(query, key, value, np.ones((1, 6), bool), heads=2)
-    first = attention(query[:4], key[:4], value[:4], np.ones((1, 4), bool), heads=2)
-    second = attention(query[4:], key[4:], value[4:], np.ones((1, 2), bool), heads=2)
-    assert np.abs(apart - np.concatenate([first, second])).max() < 1e-6
-    assert np.abs(apart - together).max() > 1e-2
-
-
-def test_large_scores_do_not_overflow():
-    big = np.full((2, 4), 1e4, np.float32)
-    value = np.array([[1] * 4, [3] * 4], np.float32)
-    assert attention(big, big, value, np.ones((1, 2), bool), heads=1).tolist() == [[2] * 4] * 2
-
-
 def test_erf_against_the_standard_library(rng):
     x = np.concatenate(
         [
@@ -127,12 +109,6 @@ def test_erf_against_the_standard_library(rng):
     small = np.abs(x) < 1
     assert (error[small] <= 4e-7 * np.abs(exact[small])).all()
     assert (np.signbit(erf(x)) == np.signbit(x)).all()
-
-
-def test_cosine_of_known_angles():
-    a = np.array([[1, 0], [1, 0], [2, 0], [1, 0]], np.float32)
-    b = np.array([[5, 0], [0, 1], [-3, 0], [1, 1]], np.float32)
-    assert cosine(a, b) == pytest.approx([1, 0, -1, math.sqrt(0.5)])
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +137,6 @@ def test_the_job_measures_everything_it_reports(tiny_result):
         assert 0.9 < way.worst_cosine < way.mean_cosine < 1
         assert way.run_seconds > 0
     assert len(tiny_result.stages) == run_module._STEPS
-
-
-def test_the_kernels_named_are_registered_ones(tiny_result):
-    registry = Dispatcher().registry
-    for way in tiny_result.result.ways:
-        op = "quantized_linear" if way.name.startswith("dynamic") else "smoothquant_linear"
-        assert way.skus
-        assert all(registry.sku(sku).op == op for sku in way.skus)
 
 
 def test_the_held_out_half_does_not_calibrate(rng, monkeypatch):

@@ -47,7 +47,7 @@ def test_no_record_of_the_docs_is_forgotten():
     assert set(ONE) == {study.record for study in STUDIES}
 
 
-def test_a_record_of_a_retired_command_says_what_it_says_in_its_file(tmp_path):
+def test_a_record_of_a_retired_command_is_shown(tmp_path):
     found, record = json.loads(RETIRED.read_text()), ModelRecord.load(RETIRED)
     assert (record.ranks, record.repeats, record.date) == (2, 20, found["date"])
     for phase, result in zip(record.phases, found["results"], strict=True):

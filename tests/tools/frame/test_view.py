@@ -53,7 +53,7 @@ def test_a_terminal_shows_facts_and_paragraphs():
     assert "a paragraph" in text
 
 
-def test_figures_are_judged_only_for_the_kind_of_run_that_they_are_for():
+def test_figures_are_judged_only_for_their_kind_of_run():
     figures = (
         Requirement.ratio("fast", 1.7, 1.6),
         Requirement.ratio("slow", 1.599, 1.6),

@@ -127,9 +127,7 @@ def test_nothing_differs_where_nothing_changed(skuda, problems, tmp_path):
     assert skuda("diff", tmp_path / "old", tmp_path / "new", "--json") == (0, "[]\n", "skuda: no difference\n")
 
 
-def test_a_lock_is_written_into_the_working_directory_unless_another_place_is_named(
-    skuda, problems, tmp_path, monkeypatch
-):
+def test_a_lock_is_written_where_it_is_named(skuda, problems, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = skuda("lock", "--descriptors", problems, "--device", "l4")
     assert (status, out) == (0, "")

@@ -215,23 +215,6 @@ def test_plug_ins(skuda, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "wanted", "answer"),
-    [
-        ("0.10.0", ">=0.9", True),
-        ("0.9", ">=0.10", False),
-        ("14.0.1", "<14,>=13", False),
-        ("0.1.0", "==0.1", True),
-        ("2.0rc1", ">=1.9", True),
-        ("2.0rc1", ">=2.0", False),
-        ("1.0", "", True),
-        ("1.0", "!=1.0", False),
-    ],
-)
-def test_versions_are_compared_as_numbers(version, wanted, answer):
-    assert doctor.meets(version, wanted) is answer
-
-
-@pytest.mark.parametrize(
     ("variables", "no_kernel", "there", "state", "says", "fix"),
     [
         ({}, "", True, "ok", "skuda serves", ""),

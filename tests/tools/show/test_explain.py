@@ -116,35 +116,6 @@ def chosen_by(skuda, *arguments):
     return found and found.removeprefix(f"{STEM}.")
 
 
-def test_what_is_chosen_where(skuda, with_cuda):
-    assert {device: chosen_by(skuda, "--device", device) for device in ("cpu", "a100", "l4", "h200", "b200", "t4")} == {
-        "cpu": "cpu.numpy.reference",
-        "a100": "sm_80.pycuda.mma_64x64",
-        "l4": "sm_80.pycuda.mma_64x64",
-        "h200": "sm_90a.pycuda.wgmma_128x128",
-        "b200": "sm_80.pycuda.mma_64x64",
-        "t4": None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("device", "note"),
-    [
-        ("l4", "NVIDIA L4 has no kernels of its own and runs those of sm_80"),
-        ("sm_120", "NVIDIA GeForce RTX 5090 has no kernels of its own and runs those of sm_80"),
-        ("t4", "no kernel runs on Tesla T4: it has compute capability 7.5, and kernels need compute capability 8.0 or"),
-        ("h200", None),
-        ("cpu", None),
-    ],
-)
-def test_a_card_without_kernels_of_its_own_is_reported(skuda, terminal, with_cuda, device, note):
-    _, out, _ = skuda(*LINEAR, "--device", device)
-    notes = [line for line in out.splitlines() if line.startswith("note\t") and "kernel" in line]
-    assert (len(notes) == 1 and note in notes[0]) if note else not notes
-    _, text, _ = terminal(*LINEAR, "--device", device)
-    assert (f"note: {note}" in " ".join(text.split())) is (note is not None)
-
-
 def test_unserved_is_explained_and_exits_with_1(skuda, terminal, host):
     status, out, err = skuda(*LINEAR, "--device", "h200", "--json")
     assert (status, err) == (1, "")

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 from support import fresh
 
-from skuda.dispatch.select.tuning import Timing
-from skuda.registry.device import device_named
 from skuda.tools.cli import main
 from skuda.tools.frame.view import markdown
 from skuda.tools.studies.model import (
-    INT8_ALL,
-    INT8_ONE,
     RANKED,
-    REAL_ALL,
-    FormResult,
     ModelRecord,
-    PhaseResult,
     sections,
 )
 
@@ -75,14 +68,6 @@ def test_a_difference_from_numpy_is_not_timed(recorded):
     assert record.phases[0].times == {}
 
 
-def test_a_compiler_that_fails_is_named_and_the_rest_is_timed(recorded):
-    status, record = recorded("2", "parallel_without_a_compiler")
-    (result,) = record.phases
-    assert status == 1
-    assert result.wrong == "all ranks, compiled: RuntimeError: no such compiler"
-    assert tuple(result.times) == tuple(RANKED)
-
-
 def test_a_rank_that_dies_fails_what_follows(recorded):
     status, record = recorded("1,3,4", "parallel_that_dies")
     assert status == 1
@@ -93,60 +78,6 @@ def test_a_rank_that_dies_fails_what_follows(recorded):
     assert third.wrong.endswith("; rank 0, 1 has no result")
 
 
-# --- a record --------------------------------------------------------------------------------------------------------
-
-
-def result(rows, *, wrong="", **times):
-    ways = [FormResult(name=form, timing=Timing.of([times[form]]) if form in times else None) for form in RANKED]
-    return PhaseResult(phase="mlp", rows=rows, cache=0, ways=tuple(ways), compared=0 if wrong else 3, wrong=wrong)
-
-
-def record_of(*phases, **changes):
-    fields = {"device": device_named("h200"), "date": "2026-02-03T04:05:06+00:00", "skuda": "0", "command": "c"}
-    of_ranks = {"ranks": 2, "repeats": 2, "sizes": {"hidden": 8192, "intermediate": 28672}, "computes": RANKED}
-    return ModelRecord(**{**fields, **of_ranks, "graph": True, "phases": phases, **changes})
-
-
-def of(few, many):
-    """Return a record of ours on all ranks, on one, and of bf16 on all, for 16, 128 and 2,048 rows."""
-    names = (INT8_ALL, INT8_ONE, REAL_ALL)
-    between = result(128, **dict.fromkeys(names, 1.0))
-    return record_of(
-        result(16, **dict(zip(names, few, strict=True))), between, result(2048, **dict(zip(names, many, strict=True)))
-    )
-
-
-def verdicts(record):
-    table, *why = sections(record)["requirements"]
-    return [str(row[3]) for row in table.rows], " ".join(map(str, why))
-
-
-def test_figures_are_judged_by_rows_and_only_for_the_run_that_they_are_for():
-    assert verdicts(of((10.0, 16.0, 15.0), (10.0, 18.0, 17.0))) == (["met"] * 5, "")
-    assert verdicts(of((10.0, 15.9, 15.0), (10.0, 18.0, 16.9)))[0] == ["met", "missed", "met", "met", "missed"]
-    there = of((10.0, 16.0, 15.0), (10.0, 18.0, 17.0))
-    for changes, said in (
-        ({"device": "CPU"}, "the device is CPU, not NVIDIA H200"),
-        ({"graph": False}, "no CUDA graph is timed"),
-        ({"ranks": 4}, "there are 4 ranks, not 2"),
-        ({"sizes": {"hidden": 4096, "intermediate": 28672}}, "the sizes are not those of Llama 3 70B"),
-    ):
-        found, why = verdicts(there.model_copy(update=changes))
-        assert found == ["met", *["not judged"] * 4]
-        assert said in why
-    wrong = there.model_copy(update={"phases": (result(3), result(16, wrong="a bit"))})
-    assert verdicts(wrong)[0][0] == "missed"
-    assert wrong.wrong == ("mlp 16: a bit",)
-
-
-def test_the_table_has_every_time_and_what_failed():
-    table, _, *notes = sections(of((10.0, 16.0, 15.0), (10.0, 18.0, 17.0)))["phases"]
-    assert [str(cell) for cell in table.rows[0]] == ["16", "-", "15.0 (1.50)", "16.0 (1.60)", "10.0 (1.00)"]
-    assert notes == []
-    failed = record_of(result(16, wrong="rank 1 failed"))
-    assert [str(part) for part in sections(failed)["phases"][2:]] == ["mlp 16: rank 1 failed"]
-
-
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -154,12 +85,6 @@ def test_the_table_has_every_time_and_what_failed():
 def test_bad_rows_are_refused(rows, capsys):
     assert main([*TYPED, "--rows", rows]) == 2
     assert "--rows must be integers from 1" in capsys.readouterr().err
-
-
-def test_without_enough_gpus_the_cpu_must_be_named(capsys):
-    pytest.importorskip("torch")
-    assert main(["bench-model", "--ranks", "64"]) == 1
-    assert "64 GPUs are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("typed", "says"), [("--ranks 2 --layers 3", "--layers"), ("--rows 1", "--rows")])

@@ -7,11 +7,10 @@ import copy
 import pytest
 from support import fresh
 
-from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import HOST
 from skuda.tools.cli import main
 from skuda.tools.frame.view import markdown
-from skuda.tools.studies.model import CACHES, FormResult, GenerateResult, ModelRecord, sections
+from skuda.tools.studies.model import CACHES, ModelRecord, sections
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -138,13 +137,3 @@ def test_without_transformers_it_says_so(monkeypatch):
 def record_of(generated):
     about = {"device": "CPU", "date": "2026-02-03T04:05:06+00:00", "skuda": "0", "command": "c", "repeats": 1}
     return ModelRecord(**about, sizes={"hidden": 32, "layers": 1}, graph=False, generated=generated)
-
-
-@pytest.mark.parametrize(("bf16", "ours", "ratio"), [(4.0, 3.0, 0.75), (4.0, 5.0, 1.25), (4.0, None, None)])
-def test_the_time_of_ours_is_over_that_of_bf16(bf16, ours, ratio):
-    ways = [FormResult(name="bf16", timing=Timing.of([bf16]))]
-    ways.append(FormResult(name="skuda", **({"timing": Timing.of([ours])} if ours else {"refused": "no"})))
-    each = GenerateResult(cache="static cache", rows=16, ways=ways)
-    assert each.ratio == ratio
-    row = next(line for line in markdown(sections(record_of([each]))["generate"]).splitlines() if "static" in line)
-    assert row.split(" | ")[2:] == [f"{bf16:.2f}", f"{ours:.2f}" if ours else "-", f"{ratio:.2f} |" if ratio else "- |"]

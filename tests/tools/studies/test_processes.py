@@ -33,7 +33,7 @@ def ended(found):
     return not any(is_alive(one["pid"]) for one in found if one)
 
 
-def test_what_every_rank_saved_last_is_returned_and_its_output_is_not_shown(capfd, monkeypatch):
+def test_what_every_rank_saved_last_is_returned(capfd, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found, failed = run_ranks(rank_faults.found, JOB)
     assert failed == ""

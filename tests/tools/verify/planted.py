@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
@@ -187,54 +186,6 @@ FAULTS |= {
 }
 
 
-def without_tail(problem: Any, *, least: int, **arrays: Any) -> None:
-    """Leave the last elements of a long row out of what all of it decides."""
-    name = "activation" if "activation" in arrays else "input"
-    x = arrays[name] = np.array(arrays[name])
-    if x.shape[-1] > least:
-        x[..., least - x.shape[-1] :] = 0
-    right(problem, **arrays)
-
-
-FAULTS |= {
-    f"{base}_without_the_{what}": Fault(base, "meaning", partial(without_tail, least=least))
-    for base in ("range", "linear", "token", "fake")
-    for what, least in (("tail_of_65536", 65536), ("tail_of_65538", 65538))
-}
-
-
-def flushed(problem: Any, *, names: tuple[str, ...], **arrays: Any) -> None:
-    """Take subnormal inputs, or give subnormal outputs, as 0."""
-    arrays |= {name: flush(arrays[name]) for name in names if name not in OUTPUTS}
-    right(problem, **arrays)
-    for name in OUTPUTS.intersection(names):
-        arrays[name][...] = flush(arrays[name])
-
-
-OUTPUTS = {"output", "d_input", "scale_out"}
-
-
-def flush(array: Any) -> Any:
-    with np.errstate(all="ignore"):
-        return np.where(abs(array) < ml_dtypes.finfo(array.dtype).smallest_normal, np.zeros_like(array), array)
-
-
-FAULTS |= {
-    f"{base}_flushes_{name}": Fault(base, "meaning", partial(flushed, names=(name,)))
-    for base, several in {
-        "fake": ("output", "input", "scale"),
-        "half": ("output",),
-        "decoded": ("output", "scale"),
-        "halved": ("output",),
-        "slope": ("d_input", "d_output"),
-        "mask": ("d_input",),
-        "range": ("scale_out", "input"),
-        "linear": ("output", "activation", "weight_scale"),
-        "smooth": ("output",),
-    }.items()
-    for name in several
-}
-
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
@@ -245,16 +196,10 @@ def in_f32(a: Any, w: Any) -> Any:
     return total
 
 
-def in_pairs_of_s16(a: Any, w: Any) -> Any:
-    pairs = [a[:, i : i + 2] @ w[i : i + 2] for i in range(0, a.shape[1], 2)]
-    return np.sum([np.clip(pair, -(2**15), 2**15 - 1) for pair in pairs], axis=0)
-
-
 SUMS: dict[str, Callable[[Any, Any], Any]] = {
     "sums_in_f32": in_f32,
     "sums_saturate_at_24_bits": lambda a, w: np.clip(a @ w, -(2**24), 2**24),
     "sums_wrap_at_32_bits": lambda a, w: (a @ w).astype(np.int32),
-    "pairs_saturate_at_16_bits": lambda a, w: in_pairs_of_s16(a, w) if a.size < 5000 else a @ w,
 }
 
 
@@ -310,20 +255,6 @@ def quantized(problem: Any, *, way: Callable[..., Any], output: Any, **arrays: A
     output[...] = np.clip(found, problem.q_min, problem.q_max).astype(np.int16).astype(output.dtype)
 
 
-def ranged(problem: Any, **arrays: Any) -> None:
-    right(problem, **arrays)
-    names = {"input": "input", "scale": "scale_out", "zero_point": "zero_point_out", "output": "output"}
-    quantized(problem, way=by_reciprocal, **{name: arrays[source] for name, source in names.items()})
-
-
-def requantized(problem: Any, *, output: Any, output_scale: Any, output_zero_point: Any, **more: Any) -> None:
-    value = np.empty(output.shape, np.float32)
-    right(problem.model_copy(update={"output_element": "f32"}), output=value, **more)
-    with np.errstate(all="ignore"):
-        found = by_reciprocal(value, np.float32(output_scale), float(output_zero_point))
-    output[...] = np.clip(found, *problem.output_element.integer_range).astype(np.int16).astype(output.dtype)
-
-
 def masked(problem: Any, *, way: Callable[..., Any], exclusive: bool, d_output: Any, d_input: Any, **more: Any) -> None:
     q = codes(problem, way, *(more[name] for name in ("input", "scale", "zero_point")))
     low, high = problem.q_min + exclusive, problem.q_max - exclusive
@@ -336,8 +267,6 @@ FAULTS |= {
     for base in ("tensor", "token", "channel", "group")
 }
 FAULTS |= {
-    "range_by_reciprocal": Fault("range", "meaning", ranged),
-    "output_by_reciprocal": Fault("requantized", "meaning", requantized),
     "mask_by_reciprocal": Fault("mask", "meaning", partial(masked, way=by_reciprocal, exclusive=False)),
     "mask_is_exclusive": Fault(
         "mask", "meaning", partial(masked, way=lambda x, s, z: steps(x / s) + z, exclusive=True)
@@ -402,6 +331,7 @@ AFTER: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "depends_on_the_address": ("token", "meaning", lambda p, y, **more: aligned(more["input"]) or spoil(y)),
     "writes_behind_the_output": ("token", "memory", partial(write_beside, by=1)),
     "writes_before_the_output": ("token", "memory", partial(write_beside, by=-1)),
+    "flushes_its_output": ("fake", "meaning", lambda p, y, **_: np.place(y, abs(y) < np.finfo(y.dtype).tiny, 0)),
     "works_in_its_input": ("token", "memory", lambda p, y, **more: more["input"].fill(0)),
     "sorts_long_weights": ("linear", "memory", lambda p, y, weight_q, **_: p.k > 1000 and weight_q.sort()),
     "reads_past_the_end": ("gelu", "deterministic", take_what_is_behind),

@@ -199,17 +199,6 @@ def test_what_a_record_says_of_its_kernel_counts(package, changes):
     assert status(SKU.model_copy(update=changes), op, record_of(SKU, op)).word == "stale"
 
 
-@pytest.mark.parametrize("file", ["numbers.py", "rules.py", "k.cu", "include/b.cuh"])
-def test_evidence_of_what_is_gone_is_stale(package, file):
-    op = meant()
-    records = record_of(SKU, op)
-    (package / file).unlink()
-    importlib.invalidate_caches()
-    for name in [name for name in sys.modules if name.startswith("hashed.")]:
-        del sys.modules[name]
-    assert status(SKU, op, records).word == "stale"
-
-
 def test_other_cases_make_evidence_stale(package):
     op = meant()
     assert status(SKU, replace(op, cases=op.cases[1:]), record_of(SKU, op)).word == "stale"
@@ -302,13 +291,13 @@ def test_relative_imports_and_modules_as_a_whole(tmp_path, monkeypatch):
         assert code_hash("relative.a", "f") != before, name
 
 
-def test_a_reference_that_is_made_by_a_call_is_hashed_with_its_module(package):
+def test_a_reference_made_by_a_call_is_hashed(package):
     op = meant()
     made = replace(op, reference=partial(op.reference))
     assert reference_hash(made) != reference_hash(op)
 
 
-def test_every_built_in_op_has_a_meaning_of_its_own_that_reaches_its_arithmetic():
+def test_every_built_in_op_has_a_meaning_of_its_own():
     ops = built_in_ops()
     assert len({reference_hash(op) for op in ops}) == len(ops)
     for op in ops:

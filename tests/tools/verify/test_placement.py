@@ -65,7 +65,7 @@ def test_every_byte_beside_an_array_is_watched_and_its_elements_may_change(place
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_arrays_of_a_call_lie_in_the_layout_and_are_rewritten_in_place(placement, layout):
+def test_arrays_lie_in_their_layout_and_are_rewritten_in_place(placement, layout):
     if layout not in placement.layouts:
         return
     drawn = draw(OP, Case(CASE.problem), np.random.default_rng(1))

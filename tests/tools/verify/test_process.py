@@ -26,7 +26,7 @@ def test_what_other_threads_print_and_warn_of_is_passed_on(capsys):
     assert capsys.readouterr().out == "half way\n"
 
 
-def test_streams_and_filters_are_as_before_after_a_print_a_warning_and_an_error(capfd):
+def test_streams_and_filters_are_restored_after_noise_and_errors(capfd):
     before = sys.stdout, sys.stderr, warnings.showwarning, list(warnings.filters)
     with pytest.raises(Broken, match="a call prints 'loud"), silence():
         print("loud")  # noqa: T201

@@ -83,7 +83,7 @@ def test_what_is_no_file_is_not_read(tmp_path, make):
         read_shapes([str(tmp_path / "shapes")])
 
 
-def test_random_products_are_the_same_for_a_seed_and_spread_over_the_logarithms():
+def test_random_products_follow_a_seed_and_spread_over_logarithms():
     shapes = random_products(400, 11)
     assert shapes == random_products(400, 11)
     assert shapes[:50] == random_products(50, 11), "more of them begin with the same"
