@@ -50,7 +50,7 @@ def test_an_outdated_block_is_written_anew(tables, monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "PAGES", (page,))
     ((found, text),) = tables.outdated()
     assert found == page
-    assert re.fullmatch(r"<!-- made .* -->\nfill\t[^<]*\n<!-- end of it -->\n1\n", text)
+    assert re.fullmatch(r"<!-- made .* -->\nop [^<]*\nunary_elementwise *\nfill [^<]*\n<!-- end of it -->\n1\n", text)
     page.write_text(text)
     assert not list(tables.outdated())
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from paths import ROOT
 
-from skuda.registry import InvalidProblem
+from skuda.registry import InvalidProblem, SkudaError
 from skuda.tools.studies import certify
 
 
@@ -76,7 +76,7 @@ def test_a_fault_among_ranks_is_found(run, fault):
 
 
 def test_a_rank_that_dies_ends_it_and_leaves_the_record_so_far(run, tmp_path, capsys):
-    with pytest.raises(certify.RankFailed, match="rank 1 failed: killed by SIGKILL"):
+    with pytest.raises(SkudaError, match="rank 1 failed: killed by SIGKILL"):
         run(fault="is_killed", layers=1, prompts=1)
     record, lines = json.loads((tmp_path / "record.json").read_text()), capsys.readouterr().err
     assert (record["partial"], record["layers"], record["prompts"]) == (True, 1, 1)
