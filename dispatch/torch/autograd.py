@@ -15,19 +15,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from skuda.kernels.linear.packed import group_of
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.dtypes import element_of
+from skuda.torch.formats import WeightFormat, format_of
+from skuda.torch.formats.int8 import BOUNDS, CODES, Q_MAX
 from skuda.torch.ops import linear_dynamic
 from skuda.torch.tensor_op import check_tensors
-
-Q_MAX = 127
-"""Bound of the symmetric range -127..127. Without -128, every code has a negative."""
-
-_BOUNDS = {"q_min": -Q_MAX, "q_max": Q_MAX}
-CODES: dict[str, Any] = {**_BOUNDS, "output_element": "s8"}
-"""Fields of the ops that write codes of this range."""
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -109,7 +103,7 @@ class _FrozenLinear(_Function):
         wants_input, _, _, wants_bias, *_ = ctx.needs_input_grad
         grad, found = grad.to(ctx.dtype), None
         if wants_input:
-            found = grad @ dequantized(weight_q, weight_scale, grad.dtype, ctx.width)
+            found = grad @ dequantized_weight(weight_q, weight_scale, grad.dtype, ctx.width)
             for factors in smooth:
                 found = (found / factors).to(ctx.dtype)
         return found, None, None, _summed(grad, ctx.bias_dtype) if wants_bias else None, None, None, None
@@ -194,7 +188,7 @@ class _MixedLinear(_Function):
         weight_dtype, bias_dtype = ctx.dtypes
         grad = grad.to(input.dtype)
         return (
-            grad @ dequantized(weight_q, weight_scale, grad.dtype) if wants_input else None,
+            grad @ dequantized_weight(weight_q, weight_scale, grad.dtype, input.shape[-1]) if wants_input else None,
             (_rows(grad).t() @ _rows(input)).to(weight_dtype) if wants_weight else None,
             _summed(grad, bias_dtype) if wants_bias else None,
             None,
@@ -306,7 +300,7 @@ class _FakeQuantize(_Function):
         ops = torch.ops.skuda
         op = ops.fake_quantize_per_token if _is_per_row(scale, input) else ops.fake_quantize
         # The difference is NaN for a NaN and an infinity, and otherwise 0.
-        found: Tensor = op.default(input, scale, _zeros(scale), **_BOUNDS) + (input - input)
+        found: Tensor = op.default(input, scale, _zeros(scale), **BOUNDS) + (input - input)
         return found
 
     @staticmethod
@@ -320,7 +314,7 @@ class _FakeQuantize(_Function):
         ops = torch.ops.skuda
         op = ops.fake_quantize_per_token_backward if _is_per_row(scale, input) else ops.fake_quantize_backward
         return (
-            op.default(grad, input, scale, _zeros(scale), **_BOUNDS) if wants_input else None,
+            op.default(grad, input, scale, _zeros(scale), **BOUNDS) if wants_input else None,
             _scale_gradient(grad, input, scale) if wants_scale else None,
         )
 
@@ -420,19 +414,22 @@ def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
     return found
 
 
-def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype, width: int = 0) -> Tensor:
-    """Return codes of shape (..., K) times scales of shape (...), in a dtype.
+def dequantized_weight(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype, width: int, form: WeightFormat | None = None
+) -> Tensor:
+    """Return what codes of a format stand for, (N, K), times scales (N,), in a dtype; errors as `format_of`."""
+    form = form or format_of("weight", codes, len(scale), width)
+    return dequantized(form.integers(codes, len(scale), width), scale, dtype)
 
-    The codes may be a packed weight, u8, whose K is `width`.
+
+def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return codes of shape (..., K) times scales of shape (...), in a dtype.
 
     Raises
     ------
     InvalidProblem
         For a bad argument.
     """
-    if codes.dtype is torch.uint8:
-        size = group_of(codes.shape[-1])
-        codes = torch.ops.skuda.unpack_weight.default(codes, n=len(scale), k=width, group_size=size)
     found: Tensor = torch.ops.skuda.dequantize_per_token.default(
         codes, scale.to(_compute(dtype)), _zeros(scale), output_element=str(element_of(dtype))
     )

@@ -8,7 +8,7 @@ The tensors of an int8 layer are the buffers of the modules of `skuda.torch`:
 - With smoothing factors: `smooth`, f32 of shape (K,). The checkpoint then has ``quant_method: skuda``, because readers
   of other projects would ignore the factors.
 
-4-bit weights have the tensors of `skuda.torch.int4_checkpoint` if these can hold all of them bit for bit. Else they are
+4-bit weights have the tensors of `skuda.torch.formats.grouped` if these can hold all of them bit for bit. Else they are
 packed, u8; see `skuda.kernels.linear.packed`. Only skuda reads these: ``quant_method: skuda``, and
 ``format: skuda-int4`` of their group.
 
@@ -28,7 +28,7 @@ import importlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,14 +43,16 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
-from skuda.torch.int4 import from_grouped, per_row, warn_per_row
-from skuda.torch.int4_checkpoint import Int4Format, int4_tensors, unpacked_int4, warn_rounded
+from skuda.torch.formats import CodedWeight, StoredWeight, Tensors, WeightFormat
+from skuda.torch.formats.grouped import warn_rounded
+from skuda.torch.formats.int4 import warn_per_row
+from skuda.torch.formats.reading import Kind
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import carry, describe_saving, is_of_transformers
 from skuda.torch.scheme import ActivationScheme, Scheme
 from skuda.torch.sharded_linear import ShardedLinear
-from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
+from skuda.torch.stored import check_values, int8_layer
 
 CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _LARGEST_JSON = 64 << 20
@@ -135,7 +137,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
             layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own, rounded=note)
             check_values(tensors.source, name, layer)
             names.append(name)
-            if per_row(layer):
+            if layer.format.per_row(layer.weight_q):
                 rows.append(name)
             if isinstance(module, Part):
                 copies += _copies_of_part(tensors.source, name, module, layer)
@@ -182,7 +184,7 @@ def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> It
         if tensor.dtype is not view.dtype:
             rule = f"be {view.dtype}, as in the model, where fuse_ has joined it with others: load before fuse_"
             raise InvalidRecord(source, f"tensor {name}.{own}", str(tensor.dtype), rule)
-        here = part.joined.held_of(part.number, tensor)
+        here = part.joined.held_of(part.number, own, tensor)
         if here.shape != view.shape:
             rule = f"be {list(view.shape)}, as in the model, where fuse_ has joined it with others: load before fuse_"
             raise InvalidRecord(source, f"tensor {name}.{own}", f"shape {list(here.shape)}", rule)
@@ -296,16 +298,16 @@ def described(model: nn.Module, *, parts: bool = False) -> tuple[Scheme, dict[st
     """
     Scheme.of(model, parts=parts)  # it refuses what a file cannot hold
     tensors = _stored(model)
-    int4 = _int4(model, tensors)
+    others = _for_others(model, tensors)
     named = _named(model, tensors)
-    common = Scheme.of(model, parts=parts, int4={name: form for name, (_, form) in int4.items()}, **named)
+    common = Scheme.of(model, parts=parts, stored={name: form for name, (_, form) in others.items()}, **named)
     if common.own:
         return Scheme.of(model, parts=parts, **named), tensors
-    return common, tensors | {f"{name}.{own}": part for name, (made, _) in int4.items() for own, part in made.items()}
+    return common, tensors | {f"{name}.{own}": part for name, (made, _) in others.items() for own, part in made.items()}
 
 
 def scheme_of(model: nn.Module) -> Scheme:
-    """Return the scheme of a model's layers, where 4-bit weights are packed; errors as `described`."""
+    """Return the scheme of a model's layers, with weights as the layers hold them; errors as `described`."""
     return Scheme.of(model, **_named(model, model.state_dict()))
 
 
@@ -325,28 +327,28 @@ def _coded(model: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
     return {name for name in tensors if name.rpartition(".")[0] in layers}
 
 
-def _int4(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[dict[str, Tensor], Int4Format]]:
-    """Return the tensors of 4-bit weights for other readers, by layer; nothing if one would be read as other bits."""
-    made: dict[str, tuple[dict[str, Tensor], Int4Format]] = {}
+def _for_others(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[Mapping[str, Tensor], StoredWeight]]:
+    """Return the tensors of weights for other readers, by layer, where those of layers are skuda's own.
+
+    Nothing if one of them would be read as other bits.
+    """
+    weights: defaultdict[type[WeightFormat], dict[str, CodedWeight]] = defaultdict(dict)
     for name, layer in int8_layers(model):
-        if layer.group_size is None:
-            continue
-        if ActivationScheme.of(layer) is not ActivationScheme.DYNAMIC:
-            return {}  # in that format, activations of 4-bit weights are dynamic
-        k = layer.whole[1] if isinstance(layer, Part | ShardedLinear) else layer.in_features
-        weight = unpacked_int4(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], k)
-        try:
-            parts, form = made[name] = int4_tensors(name, weight)
-        except InvalidProblem:
+        if layer.format.stored().own:
+            k = layer.whole[1] if isinstance(layer, Part | ShardedLinear) else layer.in_features
+            weight = CodedWeight(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], k)
+            weights[type(layer.format)][name] = weight
+    found: dict[str, tuple[Mapping[str, Tensor], StoredWeight]] = {}
+    layers = dict(int8_layers(model))
+    for kind, each in weights.items():
+        made = kind.stored_for_others(each)
+        if made is None:
             return {}
-        again = from_grouped(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"))[0].channel_scale
-        if again.dtype is not weight.channel_scale.dtype or not torch.equal(again, weight.channel_scale):
-            return {}  # it would also be read as other codes, of the same weight
-    if not all(form.symmetric for _, form in made.values()):  # one group of the scheme for all
-        for name, (parts, form) in made.items():
-            parts.setdefault("weight_zero_point", torch.zeros_like(parts["weight_scale"], dtype=torch.int8))
-            made[name] = parts, form._replace(symmetric=False)
-    return made
+        for name, (_, form) in made.items():
+            if form.dynamic and ActivationScheme.of(layers[name]) is not ActivationScheme.DYNAMIC:
+                return {}
+        found |= made
+    return found
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from skuda.torch.autograd import dequantized
+from skuda.torch.autograd import dequantized_weight
 from skuda.torch.dtypes import element_of
 
 
@@ -43,7 +43,7 @@ class _CodedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight_q, weight_scale = ctx.saved_tensors
         wants_rows, *_, wants_bias = ctx.needs_input_grad
-        rows = grad @ dequantized(weight_q, weight_scale, grad.dtype, ctx.width) if wants_rows else None
+        rows = grad @ dequantized_weight(weight_q, weight_scale, grad.dtype, ctx.width) if wants_rows else None
         bias = grad.sum_to_size(grad.shape[-1:]).to(ctx.bias_dtype) if wants_bias else None
         return rows, None, None, None, None, bias
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.autograd import dequantized
+from skuda.torch.autograd import dequantized_weight
+from skuda.torch.formats import WeightFormat
 from skuda.torch.tensor_op import not_scripted
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -49,17 +50,17 @@ class DequantizedWeight(Tensor):
         Parameters
         ----------
         held : tuple of tensor
-            Codes, s8 of shape (N, K) or packed, scales of shape (N, 1) and, if the layer divides its input, the
-            divisors of shape (K,). Or the values, alone.
+            Codes in the form of a format, scales of shape (N, 1) and, if the layer divides its input, the divisors of
+            shape (K,). Or the values, alone.
         dtype : dtype
             Dtype of the values.
         owner : str
             Class of the layer, for errors.
         width : int
-            K, for a packed weight.
+            K, for codes.
         """
         first = held[0]
-        shape = first.shape if first.dim() < 3 or len(held) == 1 else (len(held[1]), width)
+        shape = first.shape if len(held) == 1 else (len(held[1]), width)
         layout = (first.stride(), first.storage_offset()) if len(held) == 1 else ()  # values are dense
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001  the public way to do it
             cls, shape, *layout, dtype=dtype, device=first.device
@@ -189,8 +190,11 @@ class CodedLayer(nn.Module):
     ----------
     weight_dtype : dtype
         Dtype of `weight`.
+    format : WeightFormat
+        The form of the codes.
     """
 
+    format: WeightFormat
     weight_scale: Tensor
     weight_dtype: torch.dtype
     in_features: int
@@ -204,7 +208,12 @@ class CodedLayer(nn.Module):
     @property
     @abstractmethod
     def weight_q(self) -> Tensor:
-        """Codes, s8 of shape (N, K), or a packed weight, u8; see `skuda.kernels.linear.packed`."""
+        """Codes, in the form of `format`."""
+
+    @property
+    def operand(self) -> Tensor:
+        """The weight as the ops take it; see `skuda.torch.formats.WeightFormat.operand`."""
+        return self.format.operand(self.weight_q, len(self.weight_scale), self.width)
 
     @property
     def weight(self) -> Tensor:
@@ -214,7 +223,7 @@ class CodedLayer(nn.Module):
         """
         held = self.coded()
         if torch.compiler.is_compiling():
-            return weight_of(*held, dtype=self.weight_dtype, width=self.width)
+            return weight_of(*held, dtype=self.weight_dtype, width=self.width, form=self.format)
         return DequantizedWeight(held, self.weight_dtype, type(self).__name__, self.width)
 
     def coded(self) -> tuple[Tensor, ...]:
@@ -240,22 +249,33 @@ class CodedLayer(nn.Module):
         raise InvalidProblem(type(self).__name__, name, had, _RULE)
 
 
-def weight_of(codes: Tensor, scale: Tensor, smooth: Tensor | None = None, *, dtype: torch.dtype, width: int) -> Tensor:
+def weight_of(
+    codes: Tensor,
+    scale: Tensor,
+    smooth: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    width: int,
+    form: WeightFormat | None = None,
+) -> Tensor:
     """Return the weight that multiplies a layer's input: ``codes * scale``, or ``codes * scale / smooth``, in a dtype.
 
     Parameters
     ----------
-    codes : tensor of shape (N, K), s8, or packed, u8
+    codes : tensor
+        Codes of a format.
     scale : tensor of shape (N, 1), f32 or narrower
     smooth : tensor of shape (K,), f32, optional
         Divisors of the input, which the codes have taken over.
     dtype : dtype
     width : int
-        K, for a packed weight.
+        K.
+    form : WeightFormat, optional
+        The format of the codes. By default it follows from their shape and dtype.
     """
     if smooth is None:
-        return dequantized(codes, scale.view(-1), dtype, width)
-    rows = dequantized(codes, scale.view(-1), torch.promote_types(dtype, torch.float32), width)
+        return dequantized_weight(codes, scale.view(-1), dtype, width, form)
+    rows = dequantized_weight(codes, scale.view(-1), torch.promote_types(dtype, torch.float32), width, form)
     found: Tensor = torch.ops.skuda.smooth.default(rows, smooth)
     return found.to(dtype)
 

@@ -19,15 +19,8 @@ from torch.nn import functional as F  # noqa: N812  torch's name
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.attention import Mask
-from skuda.torch.autograd import (
-    CODES,
-    frozen_linear,
-    mixed_linear,
-    recomputed,
-    round_rows,
-    row_codes,
-    valued,
-)
+from skuda.torch.autograd import frozen_linear, mixed_linear, recomputed, round_rows, row_codes, valued
+from skuda.torch.formats.int8 import CODES
 from skuda.torch.fused_modules import Fused, MLPForm, gated_rows
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, autocast
 from skuda.torch.ops import linear_dynamic
@@ -175,7 +168,7 @@ class ExactHead(DynamicLinear):
         input = self._taken(input)
         if torch.is_grad_enabled() and input.requires_grad:
             how = {"output_element": "f32", "nonfinite": self.nonfinite}
-            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias, **how)
+            return frozen_linear(input, self.operand, self.weight_scale.view(-1), self.bias, **how)
         tensors, fields = self._arguments(input)
         return self._product_of((tensors, fields | {"output_element": "f32"}), "f32")
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from skuda.kernels.linear.packed import ROWS
 from skuda.torch.fused_modules import (
     PROPAGATE,
     AttentionForm,
@@ -391,12 +390,13 @@ def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear
             raise NotProven(f"{names[0]} and {name} differ in a dtype or device")
         if layer.in_features != first.in_features:
             raise NotProven(f"{names[0]} and {name} differ in their inputs")
-        if layer.group_size != first.group_size:
+        if layer.format != first.format:
             raise NotProven(f"{names[0]} and {name} differ in the bits or groups of their weights")
         if layer.nonfinite != first.nonfinite:
             raise NotProven(f"{names[0]} and {name} differ in what they do with a NaN")
-        if layer.group_size and layer.out_features % ROWS:
-            raise NotProven(f"{name} has {layer.out_features} rows; packed weights are joined in multiples of {ROWS}")
+        unit = layer.format.units["n"]
+        if layer.out_features % unit:
+            raise NotProven(f"{name} has {layer.out_features} rows; packed weights are joined in multiples of {unit}")
     if hasattr(module, joined_name):
         raise NotProven(f"it has a {joined_name} already")
     joined = JoinedLinear.of(layers)

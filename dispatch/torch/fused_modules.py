@@ -27,7 +27,7 @@ from torch.nn.modules import module as torch_module
 
 from skuda.dispatch.shard.group import Group
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.autograd import CODES
+from skuda.torch.formats.int8 import CODES
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.joined import JoinedLinear, Part, Quantized, projected
 from skuda.torch.tensor_op import launched, not_scripted, refuse_other, run_module

@@ -17,8 +17,8 @@ from skuda.registry.elements import CODES8
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch import patterns
-from skuda.torch.autograd import CODES, Q_MAX
 from skuda.torch.dtypes import element_of
+from skuda.torch.formats.int8 import CODES, Q_MAX
 from skuda.torch.fuse import Fusion
 from skuda.torch.patterns import Left, fake_of
 

@@ -1,9 +1,10 @@
 """Linear layers whose product runs in int8: modules with codes and scales as buffers.
 
 The buffers have the names, dtypes and shapes of the compressed-tensors format, so ``state_dict`` has the tensors of a
-checkpoint: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. A weight of 4 bits is packed, u8. Casting a
-module, as `model.bfloat16()` does, does not cast scales, because that would change the meaning of the codes. Inputs may
-have any number of leading axes. Under autocast they are cast like the inputs of `torch.nn.functional.linear`.
+checkpoint: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. The codes of other formats have other forms;
+see `skuda.torch.formats`. Casting a module, as `model.bfloat16()` does, does not cast scales, because that would change
+the meaning of the codes. Inputs may have any number of leading axes. Under autocast they are cast like the inputs of
+`torch.nn.functional.linear`.
 
 The attribute `weight` is not the buffer: it reads as the weight that the codes stand for, so that code that was written
 for `torch.nn.Linear` gets what it expects. The codes are the attribute `weight_q`.
@@ -21,13 +22,14 @@ from torch.fx.proxy import Proxy, TraceError
 
 from skuda.dispatch.select.explanation import Explanation
 from skuda.functional import default_dispatcher
-from skuda.kernels.linear.packed import GROUP_SIZES, shape_of
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
-from skuda.torch.autograd import Q_MAX, frozen_linear
+from skuda.torch.autograd import frozen_linear
 from skuda.torch.dequantized_weight import CodedLayer, DequantizedWeight, codes_in
 from skuda.torch.dtypes import element_of
+from skuda.torch.formats import TO_INT8, Quantizer, format_of
+from skuda.torch.formats.int8 import Q_MAX
 from skuda.torch.tensor_op import OPS, check_tensors, launched, refuse_other, run_module
 
 Call = tuple[str, dict[str, Any]]
@@ -45,8 +47,8 @@ class Int8Linear(CodedLayer):
 
     Parameters
     ----------
-    weight : tensor of shape (N, K), s8, or packed, u8
-        Codes. Those of 4 bits are packed; see `skuda.kernels.linear.packed`.
+    weight : tensor
+        Codes of one of `skuda.torch.formats`: s8 of shape (N, K), or packed, u8.
     weight_scale : tensor of shape (N,) or (N, 1), f32 or narrower
         Real units per code of each output channel.
     bias : tensor of shape (N,), f32 or narrower, optional
@@ -54,7 +56,7 @@ class Int8Linear(CodedLayer):
         Dtype of the attribute `weight`. By default that of the bias, or of the scales if there is none. Casting the
         module changes it.
     in_features : int, optional
-        K, for a packed weight.
+        K, for codes whose shape does not tell it, as packed ones.
 
     Raises
     ------
@@ -70,10 +72,6 @@ class Int8Linear(CodedLayer):
     """The class of the whole layer, for a rank's part. None for a class that is unknown here."""
     original: str = "Linear"
     """The class of the layer in floating point: ``Linear``, or ``Conv1D`` of transformers."""
-    codes_dtype: torch.dtype = torch.int8
-    """Dtype of the codes."""
-    group_size: int | None = None
-    """Elements of a group of 4-bit weights, with one scale and offset; 128 for whole rows. None for 8-bit ones."""
     nonfinite: str | None = None
     """``propagate`` makes a row with a NaN or an infinity a row of NaN; `skuda.torch.nonfinite.propagating` sets it."""
     bias: Tensor | None
@@ -90,32 +88,39 @@ class Int8Linear(CodedLayer):
         super().__init__()
         given = {"weight": weight, "weight_scale": weight_scale} | ({} if bias is None else {"bias": bias})
         check_tensors(type(self).__name__, **given)
-        if weight.dtype is torch.uint8 and in_features is not None:
-            self.out_features, self.in_features = weight_scale.numel(), in_features
-            shapes = {shape_of(self.out_features, in_features, size): size for size in GROUP_SIZES}
-            if tuple(weight.shape) not in shapes:
-                rule = f"be packed, of shape {' or '.join(str(list(shape)) for shape in shapes)}"
-                self._refuse("weight", weight, rule)
-            self.codes_dtype, self.group_size = weight.dtype, shapes[tuple(weight.shape)]
-            self.family = (self.op, self.out_features, *weight.shape)
-        elif weight.dtype is not torch.int8 or weight.dim() != 2:
-            self._refuse("weight", weight, "be int8 of shape [N, K], or packed, uint8, with in_features")
-        else:
-            self.out_features, self.in_features = weight.shape
-            self.family = (self.op, *weight.shape)
+        self.format = format_of(type(self).__name__, weight, weight_scale.numel(), in_features)
+        sizes = self.format.shape_of_weight(weight, weight_scale.numel(), in_features)
+        self.out_features, self.in_features = sizes
+        self.family = (self.op, *sizes, *weight.shape)
         self.register_buffer("weight", weight.detach())
         self._hold("weight_scale", weight_scale, self.out_features, (self.out_features, 1))
         self._hold("bias", bias, self.out_features, (self.out_features,))
         self.weight_dtype = dtype or (weight_scale if bias is None else bias).dtype
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a pickle. Those of version 0.1 have no format."""
+        super().__setstate__(
+            {name: value for name, value in state.items() if name not in ("codes_dtype", "group_size")}
+        )
+        if "format" not in state:
+            held = self._buffers
+            codes, scale = held.get("weight"), held.get("weight_scale")
+            if codes is not None and scale is not None:
+                self.format = format_of(type(self).__name__, codes, scale.numel(), self.width)
+
+    @property
+    def group_size(self) -> int | None:
+        """Elements of a group of 4-bit weights, with one scale and offset; 128 for whole rows. None for 8-bit ones."""
+        return self.format.group_size
+
     @property
     def weight_q(self) -> Tensor:
-        """Codes, s8 of shape (N, K), or a packed weight, u8."""
+        """Codes, in the form of `format`."""
         codes = self._buffers.get("weight")
         if codes is None:
             raise AttributeError(f"{type(self).__name__} has no weight")
-        if codes.dtype is not self.codes_dtype:
-            codes = self._buffers["weight"] = codes_in(type(self).__name__, codes, self.codes_dtype)
+        if codes.dtype is not self.format.dtype:
+            codes = self._buffers["weight"] = codes_in(type(self).__name__, codes, self.format.dtype)
         return codes
 
     def _set_codes(self, name: str, value: Any) -> None:
@@ -123,7 +128,7 @@ class Int8Linear(CodedLayer):
         codes = self._buffers["weight"]
         if isinstance(value, DequantizedWeight) and value.codes() is codes:
             return  # `layer.weight = layer.weight`
-        fits = isinstance(value, Tensor) and value.dtype is self.codes_dtype and codes is not None
+        fits = isinstance(value, Tensor) and value.dtype is self.format.dtype and codes is not None
         if not fits or value.shape != codes.shape:
             super()._set_codes(name, value)
         self._buffers["weight"] = value.detach()
@@ -177,7 +182,7 @@ class Int8Linear(CodedLayer):
         error_msgs: list[str],
     ) -> None:
         """Load the buffers. A weight that does not hold codes is an error, because rounding would lose it."""
-        error = not_codes(prefix, state_dict, self.codes_dtype)
+        error = not_codes(prefix, state_dict, self.format.dtype)
         if error is not None:
             error_msgs.append(error)
             return
@@ -234,19 +239,21 @@ class Int8Linear(CodedLayer):
         tensors, fields = arguments
         key = self.family, *told, tensors[0].shape
         found: Tensor | None = launched(key, *tensors)
-        found = run_module(self.op, key, self.with_codes(tensors), fields) if found is None else found
+        found = run_module(self.op, key, self.operands(tensors), fields) if found is None else found
         assert found is not None
         return found
 
-    def with_codes(self, tensors: Tensors) -> Tensors:
-        """Return the tensors of a call with codes in place of what `codes_in` takes codes from."""
-        held, codes = self._buffers.get("weight"), self.weight_q
-        return tensors if codes is held else (tensors[0], *(codes if each is held else each for each in tensors[1:]))
+    def operands(self, tensors: Tensors) -> Tensors:
+        """Return the tensors of a call with the weight as the op takes it, in place of the buffer."""
+        held, operand = self._buffers.get("weight"), self.operand
+        if operand is held:
+            return tensors
+        return tensors[0], *(operand if each is held else each for each in tensors[1:])
 
     def call(self, input: Tensor) -> Call:
         """Return the call of the op for an input. Only the shape, dtype and device of the input are read."""
         tensors, fields = self._arguments(input)
-        return self.op, dict(zip(OPS[self.op].names, tensors, strict=False)) | fields
+        return self.op, dict(zip(OPS[self.op].names, self.operands(tensors), strict=False)) | fields
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
         """Explain the choice of the kernel for an input.
@@ -275,8 +282,7 @@ class Int8Linear(CodedLayer):
             kernel = self.explain().chosen
         except SkudaError:
             kernel = None
-        weights = "" if self.group_size is None else f", weights=int4, group_size={self.group_size}"
-        return f"{sizes}{weights}, kernel={kernel or 'none here'}"
+        return f"{sizes}{self.format.text()}, kernel={kernel or 'none here'}"
 
 
 class DynamicLinear(Int8Linear):
@@ -293,8 +299,8 @@ class DynamicLinear(Int8Linear):
     """Dtype of the output if it is not that of the input."""
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Self:
-        """Quantize the weight of a layer symmetrically, with a scale per output channel.
+    def from_linear(cls, linear: nn.Linear, quantize: Quantizer = TO_INT8) -> Self:
+        """Quantize the weight of a layer, by default to 8 bits: symmetrically, with a scale per output channel.
 
         Raises
         ------
@@ -302,12 +308,13 @@ class DynamicLinear(Int8Linear):
             If the weight is not finite, or not f16, bf16 or f32.
         """
         check_linear(cls.__name__, linear)
-        return cls(*quantized_weight(linear.weight), linear.bias, dtype=linear.weight.dtype)
+        given = {"dtype": linear.weight.dtype, "in_features": linear.in_features}
+        return cls(*quantize(linear.weight), linear.bias, **given)
 
     def _arguments(self, input: Tensor) -> Arguments:
         held = self._held
-        tensors = input, self.weight_q, held("weight_scale"), None, held("bias")
-        return tensors, {} if self.nonfinite is None else {"nonfinite": self.nonfinite}
+        tensors = input, held("weight"), held("weight_scale"), None, held("bias")
+        return self.operands(tensors), {} if self.nonfinite is None else {"nonfinite": self.nonfinite}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
@@ -324,7 +331,7 @@ class DynamicLinear(Int8Linear):
             return self._other(input)
         given, input = input, self._taken(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
-            held = self.weight_q, self.weight_scale.view(-1), self.bias
+            held = self.operand, self.weight_scale.view(-1), self.bias
             return frozen_linear(input, *held, nonfinite=self.nonfinite)
         # A cast input has a key of its own: the launch compares the tensors that the next call gives.
         key = key if input is given else (key, input.dtype)
@@ -387,7 +394,7 @@ class SmoothedLinear(Int8Linear):
             return self._other(input)  # type: ignore[no-any-return]
         smooth = self._held("smooth")
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
-            tensors = self.weight_q, self.weight_scale.view(-1), self.bias
+            tensors = self.operand, self.weight_scale.view(-1), self.bias
             return frozen_linear(input, *tensors, smooth=smooth, nonfinite=self.nonfinite)
         rows = torch.ops.skuda.smooth(input, smooth)
         # Products of codes have the same family, and are told by a dtype alone.
@@ -575,25 +582,6 @@ class CodesLinear(Int8Linear):
                 return self._other(input)
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
         return self._product_of(self._arguments(self._taken(input)), self.output_element, self.epilogue)
-
-
-def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a weight of shape (N, K) symmetrically. Return s8 codes, and an f32 scale per output channel, (N,).
-
-    Raises
-    ------
-    InvalidProblem
-        If the weight is not a finite matrix of f16, bf16 or f32.
-    """
-    check_tensors("quantized_weight", weight=weight)
-    matrix = weight.detach()
-    if matrix.dtype not in (torch.float16, torch.bfloat16, torch.float32) or matrix.dim() != 2:
-        had = f"{matrix.dtype} of shape {list(matrix.shape)}"
-        raise InvalidProblem("quantized_weight", "weight", had, "be float16, bfloat16 or float32 of shape [N, K]")
-    if not bool(matrix.isfinite().all()):
-        raise InvalidProblem("quantized_weight", "weight", "an infinity or NaN", "be finite")
-    codes, scale, _ = torch.ops.skuda.dynamic_range(matrix, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
-    return codes, scale
 
 
 def check_linear(subject: str, linear: object) -> None:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from skuda.kernels.linear.packed import ROWS
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.autograd import frozen_linear
 from skuda.torch.coded import coded_linear
 from skuda.torch.dequantized_weight import CodedLayer
 from skuda.torch.dtypes import element_of
+from skuda.torch.formats import WeightFormat
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, autocast, not_codes
 from skuda.torch.tensor_op import launched, refuse_other, run_module
 
@@ -48,13 +48,13 @@ def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
     else:  # a parametrization has made one a property
         weights = linear.weight_q, linear.weight_scale, linear.bias
     if original is not None:
-        return coded_linear(original, codes, scale, weights[0], weights[1].view(-1), weights[2])
+        return coded_linear(original, codes, scale, linear.operand, weights[1].view(-1), weights[2])
     tensors = codes, weights[0], scale, None, weights[1], None, weights[2]
     key = linear.family, dtype, codes.shape
     found: Tensor | None = launched(key, *tensors)
     if found is None:
         fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
-        found = run_module("scaled_linear", key, linear.with_codes(tensors), fields)
+        found = run_module("scaled_linear", key, linear.operands(tensors), fields)
     assert found is not None
     return found
 
@@ -101,9 +101,12 @@ class JoinedLinear(DynamicLinear):
     def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
         """Join layers that do likewise with NaN, whose buffers have equal dtypes and devices.
 
-        A packed weight before another has whole units.
+        A weight before another has whole units of its format.
         """
-        weight, scale = (torch.cat([getattr(one, name) for one in layers]) for name in ("weight_q", "weight_scale"))
+        weight, scale = (
+            layers[0].format.join([one.weight_q for one in layers]),
+            torch.cat([one.weight_scale for one in layers]),
+        )
         biases = [one.bias for one in layers if one.bias is not None]
         sizes = tuple(one.out_features for one in layers)
         same = {"dtype": layers[0].weight_dtype, "in_features": layers[0].in_features}
@@ -116,7 +119,7 @@ class JoinedLinear(DynamicLinear):
         refuse_other(type(self).__name__, "input", input)  # a proxy, too: parts of the output have no shape in a graph
         raise AssertionError
 
-    def held_of(self, number: int, whole: Tensor) -> Tensor:  # noqa: ARG002  others hold less than all of it
+    def held_of(self, number: int, name: str, whole: Tensor) -> Tensor:  # noqa: ARG002  others hold less than all of it
         """Return the part of a layer's buffer that this layer holds: all of it."""
         return whole
 
@@ -127,8 +130,7 @@ class Joined(Protocol):
     weight_q: Tensor
     weight_scale: Tensor
     weight_dtype: torch.dtype
-    codes_dtype: torch.dtype
-    group_size: int | None
+    format: WeightFormat
     bias: Tensor | None
     nonfinite: str | None
     training: bool
@@ -147,7 +149,7 @@ class Joined(Protocol):
     def whole_sizes(self) -> tuple[int, ...]:
         """Number of output channels of each layer."""
 
-    def held_of(self, number: int, whole: Tensor) -> Tensor:
+    def held_of(self, number: int, name: str, whole: Tensor) -> Tensor:
         """Return the part of a layer's buffer that is held here."""
 
 
@@ -184,11 +186,13 @@ class Part(CodedLayer):
 
     @property
     def weight_q(self) -> Tensor:
-        """Codes, s8 of shape (N, K), or a packed weight, u8."""
-        codes = self.joined.weight_q
-        if codes.dtype is torch.uint8:
-            return codes[self.start // ROWS : -(-self.stop // ROWS)]
-        return codes[self.start : self.stop]
+        """Codes, in the form of `format`."""
+        return self.format.cut(self.joined.weight_q, "n", self.start, self.stop)
+
+    @property
+    def format(self) -> WeightFormat:  # type: ignore[override]
+        """The form of the codes."""
+        return self.joined.format
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
@@ -198,7 +202,7 @@ class Part(CodedLayer):
     @property
     def group_size(self) -> int | None:
         """Elements of a group of 4-bit weights; see `Int8Linear`."""
-        return self.joined.group_size
+        return self.format.group_size
 
     @property
     def weight_dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -231,7 +235,7 @@ class Part(CodedLayer):
             of_layer = "" if joined.sharded else f", or an input of shape [..., {joined.in_features}]"
             rule = f"be the output of the joined layer, of shape [..., {joined.out_features}]{of_layer}"
             raise InvalidProblem("Part", "input", f"of shape {list(input.shape)}", rule)
-        held = self.weight_q, self.weight_scale.view(-1), self.bias
+        held = self.operand, self.weight_scale.view(-1), self.bias
         return frozen_linear(autocast(input), *held, nonfinite=joined.nonfinite)
 
     def extra_repr(self) -> str:
@@ -258,7 +262,7 @@ class Part(CodedLayer):
     ) -> None:
         """Copy into the joined buffers, even if torch is asked to assign."""
         views = self.views()
-        error = not_codes(prefix, state_dict, self.joined.codes_dtype)
+        error = not_codes(prefix, state_dict, self.format.dtype)
         if error is not None:
             error_msgs.append(error)
             return

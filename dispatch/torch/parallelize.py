@@ -17,7 +17,6 @@ from skuda.dispatch.shard.cost import Traffic
 from skuda.dispatch.shard.group import Group, GroupMismatch, differing
 from skuda.dispatch.shard.plan import compare
 from skuda.dispatch.shard.shards import NVLINK, Link, Shards, split
-from skuda.kernels.linear import packed
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.digest import digest
@@ -27,7 +26,7 @@ from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Part
 from skuda.torch.nonfinite import propagates
 from skuda.torch.replaceable_layers import check_count, check_model
-from skuda.torch.sharded_linear import ColumnLinear, RowLinear, ShardedLinear, check_parts, is_packed
+from skuda.torch.sharded_linear import ColumnLinear, RowLinear, ShardedLinear, check_parts, format_of_layer
 from skuda.torch.source import Forward, NotProven
 
 _QKV, _O = ("q_proj", "k_proj", "v_proj"), "o_proj"
@@ -266,8 +265,7 @@ class _Wishes:
                 raise NotProven(f"its activation, {type(act).__name__}, is not known to work element by element")
         inner = _width(getattr(module, _DOWN), 1)
         unit = _UNIT if inner >= _UNIT * self.count else 1
-        if any(is_packed(getattr(module, each)) for each in (*_GATE_UP, _DOWN)):
-            unit = packed.BLOCK
+        unit = max(unit, *(_even(getattr(module, each)) for each in (*_GATE_UP, _DOWN)))
         sizes = split(inner, self.count, unit)
         if isinstance(module, FusedGatedMLP):
             joined = module.fused_form.joined
@@ -292,7 +290,8 @@ class _Wishes:
             raise NotProven(f"{name} takes {k} channels, not {sum(sizes)}")
         given = {"count": self.count, "chunks": self.chunks, "link": self.link}
         row = Shards(axis="k", sizes=sizes, **given)
-        fits = not is_packed(layer) or packed.fits("k", sizes)
+        form = format_of_layer(layer)
+        fits = form is None or form.fits("k", sizes)
         if self.rows is None and fits:
             return _Cut(name, RowLinear, row)
         column = Shards(axis="n", input="columns", output="whole", input_sizes=sizes, **given)
@@ -308,7 +307,7 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
     if not isinstance(plan, Mapping):
         raise InvalidProblem("parallelize_", "plan", shown(plan), "map names to column or row")
     modules = dict(model.named_modules())
-    in_blocks = any(map(is_packed, modules.values()))
+    even = max(map(_even, modules.values()))
     kinds: dict[str, tuple[type[ColumnLinear | RowLinear], str]] = {
         "column": (ColumnLinear, "n"),
         "row": (RowLinear, "k"),
@@ -326,8 +325,8 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
             kind, axis = kinds[how]
             chunks = wishes.chunks if axis == "k" else None
             sizes = None
-            if in_blocks:  # so that the parts of 8-bit layers fit those of 4-bit ones
-                sizes = split(_width(modules[name], "nk".index(axis)), wishes.count, packed.BLOCK)
+            if even > 1:  # so that the parts of 8-bit layers fit those of 4-bit ones
+                sizes = split(_width(modules[name], "nk".index(axis)), wishes.count, even)
             given = {"count": wishes.count, "chunks": chunks, "link": wishes.link}
             shards = Shards(axis=axis, sizes=sizes, **given)  # type: ignore[arg-type]
             yield _Cut(name, kind, shards)
@@ -363,6 +362,12 @@ def _heads(module: nn.Module) -> int:
 def _check_layer(name: str, layer: nn.Module) -> None:
     if not isinstance(layer, DynamicLinear | StaticLinear | Part):
         raise NotProven(f"{name} is a {type(layer).__name__}, no whole int8 layer")
+
+
+def _even(layer: nn.Module) -> int:
+    """Return what the lengths of a layer's parts are multiples of by default; 1 for another module."""
+    form = format_of_layer(layer)
+    return 1 if form is None else form.even
 
 
 def _within(name: str, child: str) -> str:

@@ -29,7 +29,9 @@ except ImportError as error:
 
 from skuda.torch.dequantize import float_linear
 from skuda.torch.dequantized_weight import CodedLayer
-from skuda.torch.int8_linear import DynamicLinear, quantized_weight
+from skuda.torch.formats import INT8
+from skuda.torch.formats.int8 import quantized_weight
+from skuda.torch.int8_linear import DynamicLinear
 
 
 class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
@@ -78,7 +80,7 @@ class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
         wanted = tuners_utils.check_adapters_to_merge(self, adapter_names)
         if not wanted:
             return
-        if base.group_size is not None:
+        if base.format != INT8:
             rule = "have 8-bit weights, because 4 bits would lose adapters: call skuda.torch.dequantize_ before merging"
             raise InvalidProblem("merge", "base_layer", "a DynamicLinear of 4-bit weights", rule)
         merged = [*self.merged_adapters, *wanted]

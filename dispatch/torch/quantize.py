@@ -11,8 +11,8 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
-from skuda.registry.value import expect
-from skuda.torch.int4 import Weights, check_weights, int4_linear, per_row, per_row_text
+from skuda.torch.formats import INT8, Quantizer, quantizer
+from skuda.torch.formats.int4 import per_row_text
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.joined import Part, int8_layers
 from skuda.torch.nonfinite import Nonfinite, check_nonfinite, kind_of, propagating
@@ -67,9 +67,9 @@ class Dynamic:
     nonfinite : {"ignore", "propagate"}
         What a NaN or an infinity in an input does. By default a NaN counts as 0, so later layers do not see it. With
         ``"propagate"`` its row of the output becomes NaN, at no cost, also in fused models and on several ranks.
-    weights : {"int8", "int4"}
-        With ``"int4"``, a weight takes half the memory; see `skuda.torch.int4.int4_weight`. Layers in training then
-        stay.
+    weights : str
+        The format, ``"int8"`` or ``"int4"``, or another one of `skuda.torch.formats`. With ``"int4"``, a weight takes
+        half the memory; see `skuda.torch.int4.int4_weight`. Layers in training stay but for ``"int8"``.
     group_size : int
         Elements of a row that share 16 levels, for ``"int4"``: 32, 64 or 128; or 0, for whole rows.
     symmetric : bool
@@ -83,29 +83,27 @@ class Dynamic:
     """
 
     nonfinite: Nonfinite = "ignore"
-    weights: Weights = "int8"
+    weights: str = "int8"
     group_size: int = 128
     symmetric: bool = False
 
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
-        check_weights("Dynamic", self.weights, self.group_size)
-        expect("Dynamic", "symmetric", self.symmetric, bool, "be True or False")
-        if self.symmetric not in ((False, True) if self.weights == "int4" else (False,)):
-            raise InvalidProblem("Dynamic", "symmetric", shown(self.symmetric), "be False, or True with weights='int4'")
+        _ = self.quantizer
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """What quantizes weights."""
+        return quantizer("Dynamic", self.weights, self.group_size, symmetric=self.symmetric)
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  the protocol's
-        """Return the int8 form of a layer; errors as `DynamicLinear.from_linear` and `int4_linear`."""
+        """Return the int8 form of a layer; errors as `WeightFormat.quantize`."""
         trained: Callable[[], nn.Module] | None = getattr(linear, "to_int8", None)
         if trained is None:
-            four = self.weights == "int4"
-            if four:
-                made = int4_linear(linear, self.group_size, symmetric=self.symmetric)
-            else:
-                made = DynamicLinear.from_linear(linear)
-        elif self.weights == "int4":
+            made: nn.Module = DynamicLinear.from_linear(linear, self.quantizer)
+        elif self.quantizer.format != INT8:
             rule = "be no layer in training, which learned for 8 bits: use weights='int8'"
-            raise InvalidProblem("Dynamic", "weights='int4'", f"a {type(linear).__name__}", rule)
+            raise InvalidProblem("Dynamic", f"weights={self.weights!r}", f"a {type(linear).__name__}", rule)
         else:
             made = trained()
         return propagating(made) if self.nonfinite == "propagate" else made
@@ -270,7 +268,11 @@ def report_of_loaded(model: nn.Module) -> Report:
 
 def _per_row(layers: Mapping[str, nn.Module], group_size: int | None) -> tuple[str, ...]:
     int8 = {name: layer for name, layer in layers.items() if isinstance(layer, Int8Linear | Part)}
-    return tuple(name for name, layer in int8.items() if per_row(layer, group_size))
+    return tuple(
+        name
+        for name, layer in int8.items()
+        if (group_size == 0 and layer.group_size) or layer.format.per_row(layer.weight_q)
+    )
 
 
 def _sorted(model: nn.Module, filter_fn: Filter | None) -> tuple[dict[str, nn.Module], dict[str, str]]:

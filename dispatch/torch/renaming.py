@@ -27,10 +27,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.text import one_line
+from skuda.torch.formats import Tensors
 from skuda.torch.joined import Part, int8_layers
 from skuda.torch.replaceable_layers import linears
 from skuda.torch.scheme import Dtypes, FileNames, Scheme
-from skuda.torch.stored import Tensors
 
 
 def derived(model: Any) -> frozenset[str]:

@@ -9,7 +9,6 @@ Source: the package compressed-tensors 0.20. The tests read a config that it wro
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -21,17 +20,16 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from skuda.kernels.linear.packed import GROUP_SIZES
-from skuda.registry.errors import InvalidProblem, InvalidRecord
+from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.int4_checkpoint import PACK_QUANTIZED, Int4Format
+from skuda.torch.formats.int4 import StoredPacked
+from skuda.torch.formats.int8 import StoredInt8, tensor_fields
+from skuda.torch.formats.reading import ConfigFields
+from skuda.torch.formats.weight import STORED, StoredWeight
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import hooked, is_conv1d, is_linear, linears, original_of, other_matrices
 
-FORMAT = "int-quantized"
-PACKED = "skuda-int4"
-"""Marks packed 4-bit weights; see `skuda.kernels.linear.packed`."""
 METHOD = "compressed-tensors"
 OWN_METHOD = "skuda"
 """Marks a checkpoint that others would misread: smoothing factors, 4-bit weights, or codes (N, K) of a `Conv1D`."""
@@ -68,21 +66,7 @@ class ActivationScheme(StrEnum):
         """Return the fields of `input_activations`."""
         dynamic = self is ActivationScheme.DYNAMIC
         strategy = "token" if dynamic else "tensor"
-        return _arguments(strategy, dynamic=dynamic, symmetric=self is not ActivationScheme.SHIFTED)
-
-
-def _arguments(
-    strategy: str, *, dynamic: bool, symmetric: bool = True, group_size: int | None = None
-) -> dict[str, Any]:
-    """Return the fields that describe one quantized tensor."""
-    return {
-        "dynamic": dynamic,
-        "group_size": group_size,
-        "num_bits": 8 if group_size is None else 4,
-        "strategy": strategy,
-        "symmetric": symmetric,
-        "type": "int",
-    }
+        return tensor_fields(strategy, dynamic=dynamic, symmetric=self is not ActivationScheme.SHIFTED)
 
 
 def check_whole(subject: str, model: nn.Module) -> None:
@@ -103,34 +87,21 @@ class SchemeGroup:
         Names of layers, patterns (``re:`` and a regular expression, matched from the start of a name) or names of
         classes.
     activation : ActivationScheme
-    per_tensor : bool
-        Whether a weight has a single scale instead of one per output channel.
-    group_size : int or None
-        Elements of a group of packed 4-bit weights. None for weights of 8 bits.
-    int4 : Int4Format or None
-        How 4-bit weights are stored in the format of other projects.
+    stored : StoredWeight
+        How the file holds the weights.
     """
 
     targets: tuple[str, ...]
     activation: ActivationScheme
-    per_tensor: bool = False
-    group_size: int | None = None
-    int4: Int4Format | None = None
+    stored: StoredWeight
 
-    @property
-    def format(self) -> str:
-        """The format of the weights."""
-        if self.int4 is not None and self.int4.packed:
-            return PACK_QUANTIZED
-        return FORMAT if self.group_size is None else PACKED
-
-    def weights(self) -> dict[str, Any]:
-        """Return the fields of `weights`."""
-        if self.int4 is not None:
-            return self.int4.fields()
-        if self.group_size is not None:
-            return _arguments("group", dynamic=False, symmetric=False, group_size=self.group_size)
-        return _arguments("tensor" if self.per_tensor else "channel", dynamic=False)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a pickle. That of version 0.1 has a field for each kind of weights."""
+        old = {name: state.pop(name) for name in ("per_tensor", "group_size", "int4") if name in state}
+        if old:
+            packed = old["group_size"] and StoredPacked(old["group_size"])
+            state["stored"] = old["int4"] or packed or StoredInt8(old["per_tensor"])
+        vars(self).update(state)
 
 
 class FileNames(NamedTuple):
@@ -213,7 +184,7 @@ class Dtypes:
     @classmethod
     def parse(cls, source: str, fields: object) -> Self:
         """Read the JSON object; errors as `Scheme.parse`."""
-        read = _Reader(source, "dtypes", fields)
+        read = ConfigFields(source, "dtypes", fields)
         default = _DTYPES[read.one_of("default", [*_DTYPES])]
         other = {name: _DTYPES[key] for key in _DTYPES for name in read.targets(key, default=())}
         read.finish()
@@ -305,7 +276,7 @@ class Scheme:
         model: nn.Module,
         *,
         parts: bool = False,
-        int4: Mapping[str, Int4Format] = MappingProxyType({}),
+        stored: Mapping[str, StoredWeight] = MappingProxyType({}),
         names: FileNames | None = None,
         dtypes: Dtypes | None = None,
     ) -> Self:
@@ -316,8 +287,8 @@ class Scheme:
         model : Module
         parts : bool
             Whether layers may be this rank's parts.
-        int4 : mapping of str to Int4Format
-            How 4-bit weights of layers are stored in the format of other projects, by name. By default they are packed.
+        stored : mapping of str to StoredWeight
+            How the file holds the weights of layers, by name. By default as the layers do.
         names : FileNames, optional
             The names of tensors in the file. By default those of the model.
         dtypes : Dtypes, optional
@@ -332,23 +303,21 @@ class Scheme:
         layers = dict(int8_layers(model))
         names = names or FileNames({}, {})
         coded = {name: names.owner(f"{name}.weight") for name in layers}
-        ways: dict[tuple[ActivationScheme, int | None, Int4Format | None], list[str]] = {}
+        ways: dict[tuple[ActivationScheme, StoredWeight], list[str]] = {}
         for name, layer in layers.items():
             activation = ActivationScheme.of(layer)
             if activation is None:
                 _refuse(name, type(layer).__name__, "be a DynamicLinear or a StaticLinear")
-            form = int4.get(name)
-            ways.setdefault((activation, None if form else layer.group_size, form), []).append(coded[name])
+            ways.setdefault((activation, stored.get(name, layer.format.stored())), []).append(coded[name])
         if not ways:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
         kinds = tuple(sorted({original_of(layer) for layer in layers.values()}))
         groups = tuple(
-            SchemeGroup(kinds if len(ways) == 1 else tuple(targets), activation, group_size=size, int4=form)
-            for (activation, size, form), targets in ways.items()
+            SchemeGroup(kinds if len(ways) == 1 else tuple(targets), activation, form)
+            for (activation, form), targets in ways.items()
         )
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
-        packed = any(group.group_size is not None for group in groups)
-        own = smooth or packed or "Conv1D" in kinds
+        own = smooth or any(group.stored.own for group in groups) or "Conv1D" in kinds
         exact = any(getattr(part, "fused_exact", False) for part in model.modules())
         return cls(groups, _ignored(names.matrices(model), coded.values()), own=own, dtypes=dtypes, exact=exact)
 
@@ -358,15 +327,15 @@ class Scheme:
             **({} if self.dtypes is None else {"dtypes": self.dtypes.fields()}),
             "config_groups": {
                 f"group_{i}": {
-                    "format": group.format,
+                    "format": group.stored.file_format,
                     "input_activations": group.activation.fields(),
                     "output_activations": None,
                     "targets": list(group.targets),
-                    "weights": group.weights(),
+                    "weights": group.stored.fields(),
                 }
                 for i, group in enumerate(self.groups)
             },
-            "format": self.groups[0].format,
+            "format": self.groups[0].stored.file_format,
             "global_compression_ratio": None,
             "ignore": list(self.ignore),
             "kv_cache_scheme": None,
@@ -394,18 +363,19 @@ class Scheme:
         InvalidRecord
             For any scheme but W8A8 with symmetric weights, and W4A8. The error names the field.
         """
-        read = _Reader(source, "quantization_config", fields)
+        read = ConfigFields(source, "quantization_config", fields)
         own = read.one_of("quant_method", [METHOD, OWN_METHOD]) == OWN_METHOD
-        formats = [FORMAT, PACK_QUANTIZED, PACKED] if own else [FORMAT, PACK_QUANTIZED]
+        kinds = [kind for kind in STORED if own or not kind.own]
+        formats = list(dict.fromkeys(name for kind in kinds for name in kind.file_formats))
         given = read.one_of("format", formats)
         read.one_of("quantization_status", ["compressed"], default="compressed")
         read.absent("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config")
         read.free("global_compression_ratio", "version")
         ignore, exact = read.targets("ignore", default=()), read.one_of("exact", [False, True], default=False)
         dtypes = read.take("dtypes", default=None)
-        groups = _Reader(source, "config_groups", read.take("config_groups"))
+        groups = ConfigFields(source, "config_groups", read.take("config_groups"))
         found = tuple(
-            _group_of(_Reader(source, name, groups.take(name)), formats, given) for name in tuple(groups.names)
+            _group_of(ConfigFields(source, name, groups.take(name)), formats, given) for name in tuple(groups.names)
         )
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
@@ -414,22 +384,15 @@ class Scheme:
         return cls(found, ignore, own=own, dtypes=kept, exact=exact)
 
 
-def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:
+def _group_of(read: ConfigFields, formats: list[str], default: str) -> SchemeGroup:
     """Read a group. Its format is one of `formats`, by default that of all groups."""
-    stored_as = read.one_of("format", [*formats, None], default=None) or default
-    packed, int4 = stored_as == PACKED, None
-    per_tensor, group_size = False, None
-    weights = _Reader(read.source, f"{read.place}.weights", read.take("weights"))
-    if not packed and (stored_as == PACK_QUANTIZED or weights.fields.get("num_bits") == 4):
-        int4 = Int4Format.read(weights, stored_as)
-    else:
-        per_tensor = weights.one_of("strategy", ["group"] if packed else ["channel", "tensor"]) == "tensor"
-        weights.one_of("dynamic", [False], default=False)
-        weights.one_of("symmetric", [not packed], default=True)
-        group_size = weights.one_of("group_size", [*GROUP_SIZES]) if packed else None
-        weights.common(bits=4 if packed else 8)
-    inputs = _Reader(read.source, f"{read.place}.input_activations", read.take("input_activations"))
-    dynamic = inputs.one_of("dynamic", [True] if int4 else [False, True], default=False)
+    file_format = read.one_of("format", [*formats, None], default=None) or default
+    weights = ConfigFields(read.source, f"{read.place}.weights", read.take("weights"))
+    stored = next(filter(None, (kind.parse(weights, file_format) for kind in STORED)), None)
+    if stored is None:
+        read.refuse("weights", shown(weights.fields), f"be weights of the format {file_format}")
+    inputs = ConfigFields(read.source, f"{read.place}.input_activations", read.take("input_activations"))
+    dynamic = inputs.one_of("dynamic", [True] if stored.dynamic else [False, True], default=False)
     inputs.one_of("strategy", ["token" if dynamic else "tensor"])
     symmetric = inputs.one_of("symmetric", [True] if dynamic else [True, False], default=True)
     inputs.common()
@@ -437,75 +400,7 @@ def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:
     targets = read.targets("targets")
     read.finish()
     static = ActivationScheme.STATIC if symmetric else ActivationScheme.SHIFTED
-    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, per_tensor, group_size, int4)
-
-
-class _Reader:
-    """Takes the fields of a JSON object one by one, and refuses the fields that are left."""
-
-    def __init__(self, source: str, place: str, fields: object) -> None:
-        self.source, self.place = source, place
-        if not isinstance(fields, Mapping):
-            self.refuse("", shown(fields), "be an object that describes W8A8")
-        self.fields: Mapping[str, Any] = fields
-        self.names = list(fields)
-
-    def refuse(self, name: str, had: str, rule: str) -> NoReturn:
-        raise InvalidRecord(self.source, ".".join(filter(None, (self.place, name))), had, rule)
-
-    def take(self, name: str, **default: Any) -> Any:
-        """Return a field. Without a default it is required."""
-        if name in self.names:
-            self.names.remove(name)
-            return self.fields[name]
-        if "default" not in default:
-            self.refuse(name, "nothing", "be given")
-        return default["default"]
-
-    def one_of(self, name: str, values: list[Any], **default: Any) -> Any:
-        found = self.take(name, **default)
-        if not any(type(found) is type(value) and found == value for value in values):
-            allowed = " or ".join(map(json.dumps, values))
-            self.refuse(name, shown(found), f"be {allowed}: no other scheme is supported")
-        return found
-
-    def absent(self, *names: str) -> None:
-        """Raise for fields that are not null."""
-        for name in names:
-            found = self.take(name, default=None)
-            if found not in (None, {}, []):
-                self.refuse(name, shown(found), "be null: it is not supported")
-
-    def free(self, *names: str) -> None:
-        """Skip fields that do not change the meaning of codes."""
-        for name in names:
-            self.take(name, default=None)
-
-    def common(self, bits: int = 8) -> None:
-        """Read the fields of a quantized tensor other than its strategy."""
-        self.one_of("num_bits", [bits], default=8)
-        self.one_of("type", ["int"], default="int")
-        self.one_of("group_size", [None, -1], default=None)
-        self.one_of("actorder", [None, False], default=None)
-        self.absent("block_structure")
-        self.free("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-        self.finish()
-
-    def targets(self, name: str, **default: Any) -> tuple[str, ...]:
-        """Read a list of targets."""
-        found = self.take(name, **default)
-        if not isinstance(found, list | tuple) or not all(isinstance(target, str) for target in found):
-            self.refuse(name, shown(found), "be a list of names")
-        for target in found:
-            try:
-                re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-            except (re.error, RecursionError, OverflowError) as error:
-                self.refuse(name, target, f"be regular expressions ({error})")
-        return tuple(found)
-
-    def finish(self) -> None:
-        for name in self.names:
-            self.refuse(name, shown(self.fields[name]), "be absent: this version of skuda does not know it")
+    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, stored)
 
 
 def matches(targets: tuple[str, ...], name: str, module: nn.Module, stored: str | None = None) -> bool:

@@ -10,7 +10,7 @@ import itertools
 from abc import abstractmethod
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,14 +24,16 @@ from skuda.dispatch.shard.group import Group
 from skuda.dispatch.shard.layer import LayerInput, RankWork, ShardSchedule, Sums
 from skuda.dispatch.shard.shards import Shards, own, span, split
 from skuda.functional import default_dispatcher
-from skuda.kernels.linear import ScaledLinearDescriptor, packed
+from skuda.kernels.linear import ScaledLinearDescriptor
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.autograd import CODES, Q_MAX
 from skuda.torch.digest import digest
 from skuda.torch.dtypes import element_of
+from skuda.torch.formats import WeightFormat
+from skuda.torch.formats.int8 import CODES, Q_MAX
+from skuda.torch.formats.weight import Axis
 from skuda.torch.int8_linear import Arguments, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Quantized
 from skuda.torch.nonfinite import propagates
@@ -44,8 +46,9 @@ class ShardedLinear(Int8Linear):
 
     The buffers have the names of the whole layer's buffers. There are no gradients.
 
-    Parts of 4-bit weights begin at multiples of 16 output channels, or of 128 inputs. By default they have multiples of
-    128 along either axis, so that the parts of one layer fit those of the next. Ranks for which none is left are empty.
+    Parts begin where the weight's format can be cut: those of 4-bit weights at multiples of 16 output channels, or of
+    128 inputs. By default they have multiples of 128 along either axis, so that the parts of one layer fit those of the
+    next. Ranks for which none is left are empty.
 
     Many rows run in chunks, so that the ranks exchange one chunk while they compute the next; see `Shards.chunks`.
     Under ``torch.compile`` there is one chunk, because torch does not trace a collective that is only started.
@@ -63,7 +66,7 @@ class ShardedLinear(Int8Linear):
 
     op = "scaled_linear"
     sharded = True
-    axis: Literal["n", "k"]
+    axis: Axis
     input_scale: Tensor | None
     input_zero_point: Tensor | None
     smooth: Tensor | None
@@ -86,7 +89,7 @@ class ShardedLinear(Int8Linear):
         self._check_k(k)
         shards, cut = self._shared(whole, group, shards, parts)
         columns = shards.columns(k) if shards.input == "columns" else ()
-        weight = _cut(whole.weight_q, self.axis, cut, group.rank)
+        weight = _cut_codes(whole, self.axis, cut, group.rank)
         scale, bias = whole.weight_scale, whole.bias
         if self.axis == "n":
             scale = _cut(scale, "n", cut, group.rank)
@@ -101,8 +104,7 @@ class ShardedLinear(Int8Linear):
         self._columns = columns
         self.in_features = columns[group.rank] if columns else k
         self.out_features = shards.parts(n, k)[group.rank] if shards.output == "columns" else n
-        # The rows of a packed weight are known only in units.
-        self._of_sums: dict[str, Any] = {"output_element": "s32"} | ({"n": n} if is_packed(whole) else {})
+        self._of_sums: dict[str, Any] = {"output_element": "s32"} | self.format.sizes(n)
         static = isinstance(whole, StaticLinear)
         self.register_buffer("input_scale", whole.input_scale if static else None)
         self.register_buffer("input_zero_point", whole.input_zero_point if static else None)
@@ -132,8 +134,7 @@ class ShardedLinear(Int8Linear):
         if shards.axis != self.axis or shards.count != group.count:
             had, rule = f"axis {shards.axis}, {shards.count} ranks", f"have axis {self.axis} and {group.count} ranks"
             raise InvalidProblem(name, "shards", had, rule)
-        if is_packed(whole):
-            shards = _in_blocks(shards, *sizes)
+        shards = _even(shards, *sizes, whole.format.even)
         if parts is not None:
             if self.axis != "n" or any(len(each) != group.count for each in parts) or shards.output == "whole":
                 raise InvalidProblem(name, "parts", shown(parts), "have a size for each rank, with the output columns")
@@ -195,7 +196,8 @@ class ShardedLinear(Int8Linear):
         """Return a buffer of the whole layer."""
         if name == "smooth" and self._columns:
             return torch.as_tensor(self.group.gather(held, 0, self._columns))
-        parts = [_lengths(held, self.axis, sizes) for sizes in self.parts]
+        lengths = self.format.lengths if name == "weight" else lambda _, sizes: sizes
+        parts = [tuple(lengths(self.axis, sizes)) for sizes in self.parts]
         if self.axis == "k":
             return torch.as_tensor(self.group.gather(held, 1, parts[0])) if name == "weight" else held
         if name not in ("weight", "weight_scale", "bias"):
@@ -218,9 +220,10 @@ class ShardedLinear(Int8Linear):
         """The length of the whole split axis, for each of the joined layers."""
         return tuple(sum(sizes) for sizes in self.parts)
 
-    def held_of(self, number: int, whole: Tensor) -> Tensor:
+    def held_of(self, number: int, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a buffer of a joined layer, split along the first axis."""
-        return _own(whole, "n", self.parts[number], self.group.rank)
+        at = span(self.parts[number], self.group.rank)
+        return self.format.cut(whole, "n", at.start, at.stop) if name == "weight" else whole[at]
 
     @property
     def dynamic(self) -> bool:
@@ -323,13 +326,13 @@ class ShardedLinear(Int8Linear):
 
         def sums(codes: Tensor) -> Tensor:
             if not spare:
-                return cast("Tensor", _OPS.scaled_linear.default(codes, self.weight_q, **self._of_sums))
-            problem = _sums_of(*codes.shape, self.out_features, self.group_size)
+                return cast("Tensor", _OPS.scaled_linear.default(codes, self.operand, **self._of_sums))
+            problem = _sums_of(*codes.shape, self.out_features, self.format)
             preference = PlanPreference(spare_multiprocessors=spare)
-            return cast("Tensor", default_dispatcher().run(problem, preference, act_q=codes, weight_q=self.weight_q))
+            return cast("Tensor", default_dispatcher().run(problem, preference, act_q=codes, weight_q=self.operand))
 
         def channel_sums() -> Tensor:
-            return self.weight_q.sum(1, dtype=torch.int32)
+            return self.format.integers(self.weight_q, len(self.weight_scale), self.width).sum(1, dtype=torch.int32)
 
         def rescale(whole: Sums, about: LayerInput) -> Tensor:
             given = whole.products, about.scale, scale, about.zero_point, whole.of_channels, None, None, self.bias
@@ -338,10 +341,10 @@ class ShardedLinear(Int8Linear):
 
         def product(given: LayerInput) -> Tensor:
             if given.scale is None:
-                tensors = given.data, self.weight_q, scale, None, self.bias
+                tensors = given.data, self.operand, scale, None, self.bias
                 how = {"output_element": output, "nonfinite": self.nonfinite}
                 return cast("Tensor", _OPS.quantized_linear.default(*tensors, **how))
-            codes = given.data, self.weight_q, given.scale, given.zero_point, scale, None, self.bias
+            codes = given.data, self.operand, given.scale, given.zero_point, scale, None, self.bias
             made = _OPS.scaled_linear.default(*codes, output_element=output, act_scale_scope=scope)
             return cast("Tensor", made)
 
@@ -359,9 +362,9 @@ class ShardedLinear(Int8Linear):
         """Return the arguments of this rank's product, for `explain`."""
         codes = torch.empty(*input.shape[:-1], self.width, dtype=torch.int8, device="meta")
         if self.axis == "k":
-            return (codes, self.weight_q), self._of_sums
+            return (codes, self.operand), self._of_sums
         rows = torch.empty(codes.shape[:-1] if self.dynamic else (1,), device="meta")
-        tensors = codes, self.weight_q, rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
+        tensors = codes, self.operand, rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
         scope = "token" if self.dynamic else "tensor"
         return tensors, {"output_element": str(element_of(self.output_dtype or input.dtype)), "act_scale_scope": scope}
 
@@ -440,10 +443,9 @@ def _coded(data: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=4096)
-def _sums_of(m: int, k: int, n: int, group_size: int | None) -> ScaledLinearDescriptor:
+def _sums_of(m: int, k: int, n: int, form: WeightFormat) -> ScaledLinearDescriptor:
     """Return the `scaled_linear` problem with exact s32 sums."""
-    element = ElementKind.S8 if group_size is None else ElementKind.S4
-    weight = {"weight_element": element, "group_size": group_size or 0}
+    weight = {"weight_element": form.element, "group_size": form.group_size or 0}
     return ScaledLinearDescriptor(m=m, n=n, k=k, output_element=ElementKind.S32, **weight)
 
 
@@ -463,45 +465,48 @@ def _compiled_schedule(number: int, rows: int, dtype: torch.dtype) -> ShardSched
 _compiled_schedule._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def check_parts(subject: str, field: str, layer: nn.Module, axis: str, parts: tuple[tuple[int, ...], ...]) -> None:
-    """Raise `InvalidProblem` for parts of 4-bit weights that are no slices of the packed ones."""
-    if is_packed(layer) and not packed.fits(axis, tuple(itertools.chain.from_iterable(parts))):
-        unit, what = packed.UNITS[axis], {"n": "output channels", "k": "inputs"}[axis]
-        rule = f"begin at multiples of {unit} {what}, as its weights have 4 bits: take other sizes or ranks, or 8 bits"
+def check_parts(subject: str, field: str, layer: nn.Module, axis: Axis, parts: tuple[tuple[int, ...], ...]) -> None:
+    """Raise `InvalidProblem` for parts that do not begin where the format of a weight can be cut."""
+    form = format_of_layer(layer)
+    if form is not None and not form.fits(axis, tuple(itertools.chain.from_iterable(parts))):
+        unit, what = form.units[axis], {"n": "output channels", "k": "inputs"}[axis]
+        rule = (
+            f"begin at multiples of {unit} {what}, as its {form.name} weights are packed: take other sizes or ranks, "
+            "or 8 bits"
+        )
         raise InvalidProblem(subject, field, f"parts of {' and '.join(shown(sizes) for sizes in parts)}", rule)
 
 
-def is_packed(layer: object) -> bool:
-    """Return whether a layer has 4-bit weights."""
-    return getattr(layer, "group_size", None) is not None
+def format_of_layer(layer: object) -> WeightFormat | None:
+    """Return the format of a layer's weight, or None for another module."""
+    found = getattr(layer, "format", None)
+    return found if isinstance(found, WeightFormat) else None
 
 
-def _in_blocks(shards: Shards, n: int, k: int) -> Shards:
-    """Return shards with parts of whole blocks where sizes are left out."""
+def _even(shards: Shards, n: int, k: int, multiple: int) -> Shards:
+    """Return shards with parts of multiples of a number where sizes are left out."""
+    if multiple == 1:
+        return shards
     lengths = {"sizes": n if shards.axis == "n" else k}
     if (shards.axis, shards.input) == ("n", "columns"):
         lengths["input_sizes"] = k
-    even = {field: split(length, shards.count, packed.BLOCK) for field, length in lengths.items()}
+    even = {field: split(length, shards.count, multiple) for field, length in lengths.items()}
     return shards.model_copy(update={field: even[field] for field in even if getattr(shards, field) is None})
 
 
-def _lengths(tensor: Tensor, axis: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return lengths in rows or columns as those along an axis of a tensor, which a packed weight has in units."""
-    unit = packed.UNITS[axis] if tensor.dtype is torch.uint8 else 1
-    return tuple(-(-size // unit) for size in sizes)
+def _cut(tensor: Tensor, axis: Axis, parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:
+    """Copy a rank's part of a tensor of shape (N, 1) or (N,), with the parts of the joined layers along n."""
+    pieces = tensor.split(tuple(map(sum, parts)))
+    return torch.cat([own(piece, "nk".index(axis), sizes, rank) for piece, sizes in zip(pieces, parts, strict=True)])
 
 
-def _own(tensor: Tensor, axis: Literal["n", "k"], sizes: tuple[int, ...], rank: int) -> Tensor:
-    """Return a rank's part of a tensor of shape (N, K), (N, 1) or (N,), or of a packed weight: a view."""
-    if tensor.dtype is torch.uint8:
+def _cut_codes(whole: Int8Linear, axis: Axis, parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:
+    """Copy a rank's part of a layer's codes. Along n, it has the parts of the joined layers."""
+    found, begin = [], 0
+    for sizes in parts:
         at = span(sizes, rank)
-        return cast("Tensor", packed.cut(tensor, axis, at.start, at.stop))
-    return cast("Tensor", own(tensor, "nk".index(axis), sizes, rank))
-
-
-def _cut(tensor: Tensor, axis: Literal["n", "k"], parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:
-    """Copy a rank's part of a tensor; see `_own`. Along n, it has the parts of the joined layers."""
+        found.append(whole.format.cut(whole.weight_q, axis, begin + at.start, begin + at.stop))
+        begin += sum(sizes)
     if axis == "k":
-        return _own(tensor, axis, parts[0], rank).clone(memory_format=torch.contiguous_format)
-    pieces = tensor.split(_lengths(tensor, axis, tuple(map(sum, parts))))
-    return torch.cat([_own(piece, axis, sizes, rank) for piece, sizes in zip(pieces, parts, strict=True)])
+        return found[0].clone(memory_format=torch.contiguous_format)
+    return whole.format.join(found)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from skuda.kernels.smoothing import factors
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
-from skuda.torch.autograd import Q_MAX
 from skuda.torch.calibration import Calibration
-from skuda.torch.int4 import Weights, check_weights, held_weight
+from skuda.torch.formats import Quantizer, quantizer
+from skuda.torch.formats.int8 import Q_MAX
 from skuda.torch.int8_linear import DynamicLinear, SmoothedLinear, StaticLinear
 from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
 from skuda.torch.replaceable_layers import hooked
@@ -41,14 +41,19 @@ class _Smooth:
     alpha: float | Literal["search"] | None = 0.5
     fold: bool = True
     nonfinite: Nonfinite = "ignore"
-    weights: Weights = "int8"
+    weights: str = "int8"
     group_size: int = 128
 
     def __post_init__(self) -> None:
         subject = type(self).__name__
         _check(subject, self.calibration, self.alpha, self.fold)
         check_nonfinite(subject, self.nonfinite)
-        check_weights(subject, self.weights, self.group_size)
+        _ = self.quantizer
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """What quantizes weights."""
+        return quantizer(type(self).__name__, self.weights, self.group_size)
 
     def convert(self, name: str, linear: nn.Linear) -> Smoothed:
         """Return the int8 form of one layer, which divides its own input.
@@ -100,7 +105,7 @@ class _Smooth:
 
     def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes and channel scales of a weight that has taken over factors."""
-        return held_weight(weight, self.weights, self.group_size)
+        return self.quantizer(weight)
 
     @abstractmethod
     def _layer(self, *tensors: Any, maxima: Tensor, smooth: Tensor | None, **given: Any) -> Smoothed:

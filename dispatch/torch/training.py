@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.autograd import Q_MAX, fake_quantize, mixed_linear, round_rows, row_codes
-from skuda.torch.int8_linear import DynamicLinear, StaticLinear, autocast, check_linear, quantized_weight
+from skuda.torch.autograd import fake_quantize, mixed_linear, round_rows, row_codes
+from skuda.torch.formats.int8 import Q_MAX, quantized_weight
+from skuda.torch.int8_linear import DynamicLinear, StaticLinear, autocast, check_linear
 from skuda.torch.replaceable_layers import check_model
 from skuda.torch.tensor_op import not_scripted
 

@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -45,15 +45,17 @@ import skuda.torch.attention  # noqa: F401  it registers an attention
 from skuda.torch.checkpoint import described, opened_files, scheme_of
 from skuda.torch.dequantize import dequantize_
 from skuda.torch.exact import exact_
-from skuda.torch.int4 import warn_per_row
-from skuda.torch.int4_checkpoint import PACK_QUANTIZED, warn_rounded
+from skuda.torch.formats import INT8, Tensors
+from skuda.torch.formats.grouped import PACK_QUANTIZED, warn_rounded
+from skuda.torch.formats.int4 import warn_per_row
+from skuda.torch.formats.int8 import INT_QUANTIZED
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
 from skuda.torch.quantize import Dynamic, Report, quantize_, report_of_loaded
 from skuda.torch.renaming import cast_, dtype_of, in_model, planned, renamed, untie_, without_codes
 from skuda.torch.replaceable_layers import sizes_of
-from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
-from skuda.torch.stored import Tensors, check_values, int8_layer
+from skuda.torch.scheme import METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
+from skuda.torch.stored import check_values, int8_layer
 
 for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
     _known.pop(OWN_METHOD, None)  # that of an import that was interrupted afterwards; registering again is an error
@@ -102,7 +104,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self,
         ignore: Sequence[str] | None = None,
         *,
-        weights: Literal["int8", "int4"] | None = None,
+        weights: str | None = None,
         group_size: int | None = None,
         symmetric: bool | None = None,
         exact: bool | None = None,
@@ -183,8 +185,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if self.asked not in (None, self.scheme):
             rule = "be that of the checkpoint's own config, or be left out"
             raise InvalidProblem("from_pretrained", "scheme", "another scheme", rule)
-        fields = [group.weights() for group in self.scheme.groups]
-        held = " and ".join(sorted({f"int{each['num_bits']}" for each in fields}))
+        held = " and ".join(sorted({group.stored.name for group in self.scheme.groups}))
         for name in _OF_FLOATS:
             value = getattr(self, name)
             if value is not None and (name != "weights" or value != held):
@@ -303,9 +304,10 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         return tensors, {}
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
-        """Whether a tensor of a file need not have the shape of the attribute: a packed weight, which checks itself."""
+        """Whether a tensor of a file need not have the shape (N, K) of the attribute, as codes of other formats."""
         owner, name = param_name.rpartition(".")[::2]
-        return name == "weight" and getattr(model.get_submodule(owner), "group_size", None) is not None
+        layer = model.get_submodule(owner)
+        return name == "weight" and isinstance(layer, Int8Linear) and layer.format != INT8
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         """Return the conversions of a checkpoint without those that would change codes and not their scales."""
@@ -336,13 +338,13 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             plan = planned(model, default)
             every = list(scheme.renamed(stored.module).layers(model, stored.files))
             layers = [each for each in every if not _is_new(model, each[0], tensors)] or every
-            self._unread = {name: (module, group) for name, module, group in layers if group.int4 is not None}
+            self._unread = {name: (module, group) for name, module, group in layers if group.stored.converts}
             kept: dict[str, torch.dtype] = {}
             for name, module, group in layers:
                 part = tensors.within(name)
                 dtype = said.get(f"{name}.weight", plan(f"{name}.weight"))
                 bias = {} if module.bias is None else {"bias": said.get(f"{name}.bias", plan(f"{name}.bias"))}
-                if group.int4 is not None:
+                if group.stored.converts:
                     layer: nn.Module = _Stored(module, part, dtype)
                 else:
                     # The model has no memory yet, and transformers will read the tensors. This only checks them.
@@ -490,7 +492,7 @@ def convert_(model: Any) -> tuple[str, ...]:
         # Dropped, because the dtype of the weights shows whether they are codes.
         fields.pop("quantization_status", None)
         scheme = Scheme.parse("convert_", json.loads(json.dumps(fields)))
-        if any(group.int4 is not None for group in scheme.groups):
+        if any(group.stored.converts for group in scheme.groups):
             rule = "have 8 bits: import skuda.torch.transformers before from_pretrained, or use skuda.torch.load_"
             raise InvalidRecord("convert_", "weights", "4 bits", rule)
         layers = {}
@@ -556,7 +558,7 @@ def _is_integer(fields: Mapping[str, Any]) -> bool:
     """Whether a config of compressed-tensors quantizes weights and activations to integers."""
     groups = fields.get("config_groups")
     if fields.get("format") != PACK_QUANTIZED or not isinstance(groups, Mapping):
-        return fields.get("format") == FORMAT
+        return fields.get("format") == INT_QUANTIZED
     return all(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values())
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.autograd import row_codes
-from skuda.torch.int4 import int4_weight
+from skuda.torch.formats import INT8, TO_INT8, Quantizer, WeightFormat
 from skuda.torch.joined import int8_layers
 from skuda.torch.quantize import Dynamic
 from skuda.torch.replaceable_layers import as_linear, check_model, is_conv1d, is_linear
@@ -45,14 +43,11 @@ def update_(served: nn.Module, trained: nn.Module, config: Dynamic | None = None
     """
     check_model("update_", served, None)
     check_model("update_", trained, None)
-    if config is not None and getattr(config, "weights", None) != "int4":
+    made = getattr(config, "quantizer", None)
+    if config is not None and (not isinstance(made, Quantizer) or made.format == INT8):
         raise InvalidProblem("update_", "config", shown(config), "be a Dynamic with weights='int4'")
-    int4 = {
-        name: Dynamic(weights="int4", group_size=layer.group_size) if config is None else config
-        for name, layer in int8_layers(served)
-        if layer.group_size is not None
-    }
-    given, held = dict(_tensors(trained, int4)), served.state_dict(keep_vars=True)
+    quantizers = {name: _quantizer(layer.format, made) for name, layer in int8_layers(served)}
+    given, held = dict(_tensors(trained, quantizers)), served.state_dict(keep_vars=True)
     for name in given.keys() ^ held.keys():
         had = f"{'no ' if name in held else ''}{name}"
         raise InvalidProblem("update_", "trained", had, "be the same model, with layers of Mixed() or FakeQuant()")
@@ -60,35 +55,32 @@ def update_(served: nn.Module, trained: nn.Module, config: Dynamic | None = None
         if tensor.shape != held[name].shape:
             had = f"shape {list(tensor.shape)}, served {list(held[name].shape)}"
             raise InvalidProblem("update_", name, had, "have the shape of the served one, which must be whole")
-    bad = [name for name in given if name.endswith("weight_scale") and not bool(given[name].isfinite().all())]
-    if bad:
-        _refuse_nan(bad[0].removesuffix("_scale"))
     served.load_state_dict(given)
 
 
-def _tensors(model: nn.Module, int4: Mapping[str, Dynamic]) -> Iterator[tuple[str, Tensor]]:
+def _quantizer(held: WeightFormat, asked: Quantizer | None) -> Quantizer:
+    """Return what quantizes the weight of a served layer."""
+    if asked is not None and type(asked.format) is type(held):
+        return asked
+    return Quantizer(held, held.group_size or 128)
+
+
+def _tensors(model: nn.Module, quantizers: Mapping[str, Quantizer]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the served model has, by name: codes and scales of layers in training."""
     weights = {}
     for name, layer in model.named_modules():
+        quantize = quantizers.get(name)
         if isinstance(layer, MixedLinear) or (isinstance(layer, FakeQuantLinear) and not layer.learn_scale):
-            weights[f"{name}.weight"] = layer.weight
-        elif name in int4 and (is_linear(layer) or is_conv1d(layer)):
-            weights[f"{name}.weight"] = as_linear(layer).weight
+            weights[f"{name}.weight"] = layer.weight, quantize or TO_INT8
+        elif quantize and quantize.format != INT8 and (is_linear(layer) or is_conv1d(layer)):
+            weights[f"{name}.weight"] = as_linear(layer).weight, quantize
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in weights:
             yield name, tensor
             continue
-        weight, how = weights[name], int4.get(name.removesuffix(".weight"))
-        if how is None:
-            codes, scale = row_codes(weight)
-        else:
-            if not bool(weight.isfinite().all()):
-                _refuse_nan(name)
-            made = int4_weight(weight, how.group_size, symmetric=how.symmetric)
-            codes, scale = made.packed(how.group_size), made.channel_scale
+        weight, quantize = weights[name]
+        if not bool(weight.isfinite().all()):
+            raise InvalidProblem("update_", name, "an infinity or NaN", "be finite; nothing was changed")
+        codes, scale = quantize(weight)
         yield name, codes
         yield f"{name}_scale", scale[:, None]
-
-
-def _refuse_nan(name: str) -> NoReturn:
-    raise InvalidProblem("update_", name, "an infinity or NaN", "be finite; nothing was changed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from pydantic import ValidationError
@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from skuda.dispatch.system.interrupts import held_back
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.quantize import Dynamic
+from skuda.torch.formats import INT8, quantizer
 from skuda.torch.scheme import ActivationScheme, Scheme
 from skuda.vllm.status import NAME
 
@@ -44,7 +44,8 @@ class SkudaVllmConfig(QuantizationConfig):
     Parameters
     ----------
     described : mapping, optional
-        `quantization_config` of a checkpoint of compressed-tensors. With ``weights="int4"``, its weights are packed.
+        `quantization_config` of a checkpoint of compressed-tensors. With other `weights` than ``"int8"``, its weights
+        have that format.
     ignore : tuple of str
         Names of layers that stay floating, or regular expressions after ``re:``, where nothing is described.
     head : bool
@@ -52,10 +53,8 @@ class SkudaVllmConfig(QuantizationConfig):
     exact : bool
         Whether everything from the linear layers to the tokens must be exact; includes the head. See
         `skuda.vllm.exact`.
-    weights : {"int8", "int4"}
-        With ``"int4"``, weights of linear layers are packed; see `skuda.torch.int4.int4_weight`.
-    group_size : int
-        Elements of a row that share 16 levels, for ``"int4"``: 32, 64 or 128; or 0, for whole rows.
+    weights, group_size
+        The format of the weights of linear layers, as in `skuda.torch.Dynamic`.
 
     Raises
     ------
@@ -70,7 +69,7 @@ class SkudaVllmConfig(QuantizationConfig):
         *,
         head: bool = False,
         exact: bool = False,
-        weights: Literal["int8", "int4"] = "int8",
+        weights: str = "int8",
         group_size: int = 128,
     ) -> None:
         # It is not imported with the plug-in: vLLM imports it where it is ready to.
@@ -79,13 +78,12 @@ class SkudaVllmConfig(QuantizationConfig):
         )
 
         super().__init__()
-        self._saved = described is not None and weights == "int4"
+        self.quantize = quantizer("quantization_config", weights, group_size)
+        self._saved = described is not None and self.quantize.format != INT8
         if described is None:
             described = _coded(("Linear",), ("lm_head", *ignore))
         _check(described)
-        dynamic = Dynamic(weights=weights, group_size=group_size)
         self.exact, self.head = exact, head or exact
-        self.group_size = dynamic.group_size if dynamic.weights == "int4" else None
         self.checkpoint = CompressedTensorsConfig.from_config(copy.deepcopy(dict(described)))
 
     def get_name(self) -> Any:
@@ -131,13 +129,13 @@ class SkudaVllmConfig(QuantizationConfig):
         if config.get("quant_method") != NAME:
             return cls(others, **switches)
         if "config_groups" in config:
-            described, size = _of_skuda(others)
-            return cls(described, **switches, weights="int4", group_size=size)
-        four = {name: others.pop(name) for name in ("weights", "group_size") if name in others}
+            described, weights, size = _of_skuda(others)
+            return cls(described, **switches, weights=weights, group_size=size)
+        options = {name: others.pop(name) for name in ("weights", "group_size") if name in others}
         for field in others.keys() - {"quant_method", "ignore"}:
             known = "ignore, weights, group_size, head and exact"
             _refuse(field, config[field], f"be left out: with quant_method skuda there are only {known}")
-        return cls(ignore=tuple(config.get("ignore") or ()), **switches, **four)
+        return cls(ignore=tuple(config.get("ignore") or ()), **switches, **options)
 
     @classmethod
     def override_quantization_method(
@@ -179,7 +177,7 @@ class SkudaVllmConfig(QuantizationConfig):
                 self._check_exact(layer, prefix)
                 return UnquantizedLinearMethod()
             layer.scheme = scheme
-            return SkudaLinearMethod(checkpoint, self.group_size)
+            return SkudaLinearMethod(checkpoint, self.quantize)
         if isinstance(layer, RoutedExperts):
             self._check_exact(layer, prefix)
             self._check_experts(layer, prefix)
@@ -238,19 +236,18 @@ def _coded(targets: tuple[str, ...], ignore: tuple[str, ...]) -> dict[str, Any]:
     return {"quant_method": CHECKPOINT, "format": "int-quantized", "ignore": list(ignore), "config_groups": groups}
 
 
-def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the description of a checkpoint of skuda with packed weights, and the size of their groups."""
+def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], str, int]:
+    """Return the description of one of skuda's own checkpoints, the format of its weights, and the size of groups."""
     scheme = Scheme.parse("quantization_config", config)
     targets = tuple(target for group in scheme.groups for target in group.targets)
-    sizes = {group.group_size for group in scheme.groups}
-    size = sizes.pop()
-    dynamic = all(group.activation is ActivationScheme.DYNAMIC for group in scheme.groups)
-    if size is None or sizes or "Conv1D" in targets or not dynamic:
+    forms = {(group.stored.name, group.stored.group_size or 128) for group in scheme.groups}
+    dynamic = all(group.stored.own and group.activation is ActivationScheme.DYNAMIC for group in scheme.groups)
+    if len(forms) != 1 or "Conv1D" in targets or not dynamic:
         rule = (
             "have linear layers with packed 4-bit weights in one group size and dynamic activations: vLLM has no others"
         )
         _refuse("config_groups", config["config_groups"], rule)
-    return _coded(targets, scheme.ignore), size
+    return _coded(targets, scheme.ignore), *forms.pop()
 
 
 def _check(config: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
 from skuda.torch.dtypes import element_of
+from skuda.torch.formats import INT8, WeightFormat
 from skuda.vllm import fusion, loading
 from skuda.vllm.status import missing
 
@@ -42,6 +43,8 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
     codes are -128..127, as vLLM's.
     """
 
+    form: WeightFormat
+
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> CanImplement:
         """Return whether skuda has a CUDA kernel for this card, or why not."""
@@ -61,7 +64,7 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
 
     def __init__(self, c: Int8ScaledMMLinearLayerConfig, layer_param_names: Sequence[str]) -> None:
         super().__init__(c, layer_param_names)
-        self.nonfinite = nonfinite()
+        self.nonfinite, self.form = nonfinite(), INT8
         fusion.add_pass()
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -86,6 +89,7 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         """Return the layer's output, (..., N), for an input of shape (..., K), in the input's dtype."""
         weight, weight_scale, input_scale, zero_point, _ = self._get_layer_params(layer)
         ops, symmetric = torch.ops.skuda, self.config.input_symmetric
+        weight = self.form.operand(weight, weight_scale.shape[0], x.shape[-1])
         if symmetric and not self.config.is_static_input_scheme:
             found: Tensor = ops.quantized_linear.default(x, weight, weight_scale, None, bias, nonfinite=self.nonfinite)
             return found

@@ -22,12 +22,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.parameter import PackedvLLMParameter
 
-from skuda.kernels.linear.packed import BLOCK, ROWS, shape_of
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.autograd import Q_MAX
 from skuda.torch.dtypes import element_of
+from skuda.torch.formats import INT8, TO_INT8, Quantizer, WeightFormat
+from skuda.torch.formats.int8 import Q_MAX
 from skuda.torch.ops import TAGS
 from skuda.torch.registering import registering
 from skuda.vllm import loading
@@ -45,13 +45,13 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
     Parameters
     ----------
     config : CompressedTensorsConfig
-    group_size : int, optional
-        Elements of a group of 4-bit weights, 0 for one group a row. None for weights of 8 bits.
+    quantize : Quantizer
+        What quantizes floating weights. Its format is that of the parameters.
     """
 
-    def __init__(self, config: Any, group_size: int | None = None) -> None:
+    def __init__(self, config: Any, quantize: Quantizer = TO_INT8) -> None:
         super().__init__(config)
-        self.group_size = group_size
+        self.quantize = quantize
 
     def create_weights(
         self,
@@ -63,13 +63,13 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make the parameters of a rank's part, as vLLM's layers of compressed-tensors have them, or packed.
+        """Make the parameters of a rank's part: as vLLM's layers of compressed-tensors have them, but for the codes.
 
         Raises
         ------
         InvalidProblem
-            If skuda has no kernel for this card, the ranks would not get the bits of one rank, or packed weights cannot
-            be cut where parts and ranks begin.
+            If skuda has no kernel for this card, the ranks would not get the bits of one rank, or codes cannot be cut
+            where parts and ranks begin.
         """
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
@@ -79,24 +79,26 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
             _refuse(layer.prefix, type(kernel).__name__, f"be served by skuda: {why}")
         if not kernel.config.is_channelwise:
             loading.spread_scales(layer, "weight_scale")
-        if self.group_size is not None:
-            _check_cuts(layer, output_partition_sizes, output_size, input_size_per_partition, input_size)
-            form = shape_of(sum(output_partition_sizes), input_size_per_partition, self.group_size)
+        form = kernel.form = self.quantize.format
+        if form != INT8:
+            _check_cuts(layer, form, output_partition_sizes, output_size, input_size_per_partition, input_size)
+            shape = form.shape(sum(output_partition_sizes), input_size_per_partition)
             # vLLM cuts it as any weight of which it packs so many rows together.
             layer.weight = PackedvLLMParameter(
-                data=torch.empty(form, dtype=torch.uint8, device=layer.weight.device),
+                data=torch.empty(shape, dtype=form.dtype, device=layer.weight.device),
                 input_dim=1,
                 output_dim=0,
                 packed_dim=0,
-                packed_factor=ROWS,
+                packed_factor=form.units["n"],
                 weight_loader=layer.weight.weight_loader,
             )
-        loading.accept_floats(layer, "weight", "weight_scale", self.group_size)
+        loading.accept_floats(layer, "weight", "weight_scale", self.quantize)
         if input_size_per_partition != input_size:
             _check_split(layer, input_size)
             layer.reduce_results = False
             group = parallel_state.get_tp_group().unique_name
             layer.scheme.kernel = _SplitKernel(kernel.config, kernel.layer_param_names, group, input_size)
+            layer.scheme.kernel.form = form
 
 
 class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
@@ -119,6 +121,7 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
             codes, scale = _OPS.amax_quantize.default(rows, largest, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
         if zero_point is not None:  # a row of ones gives the sums of the weight's rows, with the same exchange
             codes = torch.cat((codes, codes.new_ones(1, codes.shape[1])))
+        weight = self.form.operand(weight, weight_scale.shape[0], x.shape[-1])
         sums = _OPS.scaled_linear.default(codes, weight, n=weight_scale.shape[0], output_element="s32")
         sums = _OPS.all_reduce.default(sums, "sum", self.group)
         if zero_point is not None:
@@ -131,17 +134,18 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
         return output.reshape(*x.shape[:-1], output.shape[-1])
 
 
-def _check_cuts(layer: nn.Module, parts: Sequence[int], n: int, k_of_rank: int, k: int) -> None:
-    """Refuse a layer whose parts, or ranks, do not begin where packed weights can be cut."""
+def _check_cuts(layer: nn.Module, form: WeightFormat, parts: Sequence[int], n: int, k_of_rank: int, k: int) -> None:
+    """Refuse a layer whose parts, or ranks, do not begin where codes can be cut."""
     name = layer.prefix or type(layer).__name__
+    unit, of_k = form.units["n"], form.units["k"]
     if sum(parts) != n or len(parts) > 1:
         for rows in parts:
-            if rows % ROWS:
-                _refuse(
-                    name, f"a part of {rows} rows on a rank", f"have multiples of {ROWS} with 4 bits, or be ignored"
-                )
-    if k_of_rank != k and k_of_rank % BLOCK:
-        _refuse(name, f"a K of {k_of_rank} on a rank", f"have a multiple of {BLOCK} with 4 bits, or be ignored")
+            if rows % unit:
+                rule = f"have multiples of {unit} with {form.name} weights, or be ignored"
+                _refuse(name, f"a part of {rows} rows on a rank", rule)
+    if k_of_rank != k and k_of_rank % of_k:
+        rule = f"have a multiple of {of_k} with {form.name} weights, or be ignored"
+        _refuse(name, f"a K of {k_of_rank} on a rank", rule)
 
 
 def _check_split(layer: nn.Module, k: int) -> None:

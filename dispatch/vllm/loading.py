@@ -17,10 +17,8 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScaleParameter
 
 from skuda.dispatch.host.arrays import PASSIVE
-from skuda.kernels.linear.packed import shape_of
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.int4 import int4_weight
-from skuda.torch.int8_linear import quantized_weight
+from skuda.torch.formats import INT8, TO_INT8, Quantizer
 
 Loader = Callable[..., Any]
 
@@ -76,13 +74,14 @@ def spread_scales(layer: Any, name: str) -> None:
     layer.register_parameter(name, made)
 
 
-def accept_floats(layer: Any, weight: str, weight_scale: str, group_size: int | None = None) -> None:
+def accept_floats(layer: Any, weight: str, weight_scale: str, quantize: Quantizer = TO_INT8) -> None:
     """Let the loader of a layer's codes quantize floating weights, (N, K) or the rows of one part, on the way.
 
-    Scales are computed from whole rows, also where ranks hold columns of the weight, so every rank gets the same ones.
-    With a `group_size`, codes have 4 bits and are packed; groups are those of whole rows, too. The layerwise reload of
-    vLLM, which calls loaders once without memory to count what they load, counts the scales.
+    Scales are computed from whole rows, also where ranks hold columns of the weight, so every rank gets the same ones;
+    groups are those of whole rows, too. The layerwise reload of vLLM, which calls loaders once without memory to count
+    what they load, counts the scales.
     """
+    form = quantize.format
     parameter, scales = getattr(layer, weight), getattr(layer, weight_scale)
     if getattr(parameter.weight_loader, "quantizes", False):
         return
@@ -91,10 +90,10 @@ def accept_floats(layer: Any, weight: str, weight_scale: str, group_size: int | 
     def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any, **named: Any) -> Any:
         floating, shape = loaded_weight.is_floating_point(), list(loaded_weight.shape)
         if loaded_weight.dim() != (2 if floating else param.dim()) or (
-            group_size is not None and not floating and (loaded_weight.dtype, shape[2]) != (param.dtype, param.shape[2])
+            form != INT8 and not floating and (loaded_weight.dtype, shape[2:]) != (param.dtype, list(param.shape[2:]))
         ):
-            kind = "codes" if group_size is None else f"packed 4-bit codes of groups of {group_size or 'a row'}"
-            rule = f"be {kind}, or floating of shape [N, K]"
+            groups = "" if form.group_size is None else f" of groups of {quantize.group_size or 'a row'}"
+            rule = f"be {form.name} codes{groups}, or floating of shape [N, K]"
             raise InvalidProblem("load_weights", weight, f"{loaded_weight.dtype} of shape {shape}", rule)
         if not floating:
             return loader(layer, param, loaded_weight, *shard, **named)
@@ -102,9 +101,9 @@ def accept_floats(layer: Any, weight: str, weight_scale: str, group_size: int | 
         if param.is_meta:
             with _disable_current_modes():  # or the scales would count as codes, too
                 held.weight_loader(held, torch.empty(shape[0], 1, device="meta"), *shard, **named)
-            form = shape if group_size is None else shape_of(shape[0], shape[1], group_size)
-            return loader(layer, param, torch.empty(form, dtype=param.dtype, device="meta"), *shard, **named)
-        codes, scale = coded(loaded_weight.to(param.device), group_size)
+            of_codes = form.shape(*shape)
+            return loader(layer, param, torch.empty(of_codes, dtype=param.dtype, device="meta"), *shard, **named)
+        codes, scale = quantize(loaded_weight.to(param.device))
         held.weight_loader(held, scale.view(-1, 1), *shard, **named)
         return loader(layer, param, codes, *shard, **named)
 
@@ -115,14 +114,6 @@ def accept_floats(layer: Any, weight: str, weight_scale: str, group_size: int | 
 
     load.quantizes = True  # type: ignore[attr-defined]
     parameter.weight_loader, scales.weight_loader = MethodType(load, layer), MethodType(load_scales, layer)
-
-
-def coded(weight: Tensor, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """Quantize a weight of shape (N, K) to codes, s8 or of 4 bits and packed. Return them, and f32 scales (N,)."""
-    if group_size is None:
-        return quantized_weight(weight)
-    made = int4_weight(weight, group_size)
-    return made.packed(group_size), made.channel_scale
 
 
 def keep_unloaded(layer: nn.Module, names: Iterable[str]) -> None:

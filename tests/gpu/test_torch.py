@@ -40,7 +40,7 @@ from skuda.torch import (  # noqa: E402
     prepare,
     quantize_,
 )
-from skuda.torch.int8_linear import quantized_weight  # noqa: E402
+from skuda.torch.formats.int8 import quantized_weight  # noqa: E402
 
 # Compilers of torch warn of much that is not about these tests.
 pytestmark = pytest.mark.filterwarnings("default")

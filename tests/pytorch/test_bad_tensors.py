@@ -233,7 +233,7 @@ WRONG = {
     "symmetric": (0, 1.0, X),
     "beam_idx": ([1, 0], torch.tensor([0, 2]), torch.tensor([-1, 0]), torch.tensor([[0]]), torch.tensor([0.5])),
     "indices": (torch.tensor([True]), None),
-    "tokens_to_remove": ("a", 1, -1.0, True, X, torch.tensor(True), torch.tensor(-1.0), torch.tensor([-1])),
+    "tokens_to_remove": ("a", 1, -1.0, True, X, torch.tensor([-1]), torch.tensor(-1.0)),
     "repeats": (0, -1, 1.5, 2**70),
     "layer_idx": (1, -1, 2**70, 0.0, True, "a", X),
     "query_length": (-1, 1.0, "a", X, None),

@@ -21,10 +21,11 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import CodesLinear, DynamicLinear, SmoothedLinear, StaticLinear, load_, save
-from skuda.torch.int4 import held_weight
+from skuda.torch.formats import quantizer
+from skuda.torch.formats.int8 import StoredInt8
 from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
 
-DYNAMIC = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC),))
+DYNAMIC = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, StoredInt8()),))
 
 
 class Net(nn.Module):
@@ -59,7 +60,10 @@ def drawn(rng, dtype=torch.float32, **kinds):
     for name, kind in kinds.items():
         linear = net.block[name]
         bits = rng.choice(["int8", "int4"]) if kind in OWN else "int8"
-        given = *held_weight(linear.weight, bits, int(rng.choice([0, 32, 64]))), linear.bias
+        given = (
+            *quantizer("test", str(bits), int(rng.choice([0, 32, 64])) if bits == "int4" else 128)(linear.weight),
+            linear.bias,
+        )
         extra = {"dtype": dtype, "in_features": linear.in_features}
         if kind in OWN:
             extra["smooth"] = torch.from_numpy(rng.uniform(0.5, 2, linear.in_features).astype("float32"))
@@ -393,7 +397,7 @@ def test_every_matrix_of_floats_is_ignored_by_name(tmp_path):
     save(net, tmp_path)
     ignore = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
     assert set(ignore) == {"block.down", "head", "router", r"re:(.*\.)?experts(\..*)?$"}
-    layers = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC),), tuple(ignore)).layers(net)
+    layers = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, StoredInt8()),), tuple(ignore)).layers(net)
     assert [name for name, *_ in layers] == ["block.up"]
 
 

@@ -28,8 +28,8 @@ from skuda.torch import (
     quantize_,
 )
 from skuda.torch.dequantized_weight import DequantizedWeight
+from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import int4_linear
-from skuda.torch.int8_linear import quantized_weight
 
 N, K = 6, 10
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

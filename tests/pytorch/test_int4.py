@@ -9,9 +9,9 @@ from support import fresh
 
 from skuda.kernels.linear.packed import packed, unpacked
 from skuda.registry import InvalidProblem
-from skuda.torch import int4
+from skuda.torch.formats import levels
+from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import from_grouped, int4_weight
-from skuda.torch.int8_linear import quantized_weight
 
 SIZES = (32, 64, 128, 0)
 
@@ -147,9 +147,9 @@ def test_neither_the_rows_around_nor_the_size_of_a_batch_changes_a_bit(size, mon
     made = int4_weight(weight, size)
     some = rng.permutation(70)[:9]
     assert all(torch.equal(one, all_[some]) for one, all_ in zip(int4_weight(weight[some], size), made, strict=True))
-    monkeypatch.setattr(int4, "_MOST_GROUPS", int(rng.integers(1, 40)))
+    monkeypatch.setattr(levels, "_MOST_GROUPS", int(rng.integers(1, 40)))
     assert all(map(torch.equal, int4_weight(weight, size), made))
-    monkeypatch.setattr(int4, "_MOST_ELEMENTS", 1)
+    monkeypatch.setattr(levels, "_MOST_ELEMENTS", 1)
     assert all(map(torch.equal, int4_weight(weight, size), made))
 
 

@@ -15,11 +15,10 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import DynamicLinear, load_, save
+from skuda.torch.formats import ConfigFields, Tensors
+from skuda.torch.formats.grouped import Int4Format, int4_tensors, read_int4, unpacked_int4, warn_rounded
+from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import Int4Weight, from_grouped, int4_weight
-from skuda.torch.int4_checkpoint import Int4Format, int4_tensors, read_int4, unpacked_int4, warn_rounded
-from skuda.torch.int8_linear import quantized_weight
-from skuda.torch.scheme import _Reader
-from skuda.torch.stored import Tensors
 
 FORMATS = {False: "int-quantized", True: "pack-quantized"}
 N, K = 21, 256
@@ -166,17 +165,17 @@ def test_a_symmetric_weight_may_have_zero_points_of_0(packed):
 
 
 def fields_of(stored, **changes):
-    return Int4Format.read(_Reader("file", "weights", stored.fields() | changes), FORMATS[stored.packed])
+    return Int4Format.parse(ConfigFields("file", "weights", stored.fields() | changes), FORMATS[stored.packed])
 
 
 @pytest.mark.parametrize("packed", FORMATS)
 def test_the_fields_of_a_config_are_those_of_the_package(packed):
     preset = quantization.preset_name_to_scheme("W4A8", ["Linear"]).weights
     fields = preset.model_dump()
-    assert Int4Format.read(_Reader("file", "weights", fields), FORMATS[packed]) == Int4Format(128, packed=packed)
+    assert Int4Format.parse(ConfigFields("file", "weights", fields), FORMATS[packed]) == Int4Format(128, packed=packed)
     for stored in (Int4Format(size, symmetric, packed) for size in (0, 32, 64, 128) for symmetric in (True, False)):
         dumped = quantization.QuantizationArgs.model_validate(stored.fields()).model_dump()
-        assert Int4Format.read(_Reader("file", "weights", dumped), FORMATS[packed]) == stored
+        assert Int4Format.parse(ConfigFields("file", "weights", dumped), FORMATS[packed]) == stored
         assert (
             fields_of(stored) == fields_of(stored, actorder="weight") == fields_of(stored, actorder="static") == stored
         )
@@ -188,7 +187,6 @@ def test_the_fields_of_a_config_are_those_of_the_package(packed):
         ("actorder", "group"),
         ("actorder", "dynamic"),
         ("actorder", True),
-        ("num_bits", 8),
         ("type", "float"),
         ("dynamic", True),
         ("strategy", "tensor"),

@@ -184,7 +184,7 @@ def test_what_cannot_be_packed_stays_or_is_refused():
     assert "be no layer in training" in report.left["0"]
     layer = int4_linear(drawn(rng, n=20, k=140))
     given = layer.weight_q, layer.weight_scale
-    with pytest.raises(InvalidProblem, match="weight must be packed, of shape"):
+    with pytest.raises(InvalidProblem, match="packed, uint8 of shape"):
         DynamicLinear(*given, in_features=128)
     with pytest.raises(InvalidProblem, match="or packed, uint8, with in_features"):
         DynamicLinear(*given)

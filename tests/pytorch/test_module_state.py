@@ -20,7 +20,7 @@ from skuda.torch import (
     observe,
     quantize_,
 )
-from skuda.torch.int8_linear import quantized_weight
+from skuda.torch.formats.int8 import quantized_weight
 
 N, K = 4, 8
 

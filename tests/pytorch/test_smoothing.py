@@ -34,8 +34,8 @@ from skuda.torch import (
     save,
 )
 from skuda.torch.dequantize import float_linear
+from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import int4_weight
-from skuda.torch.int8_linear import quantized_weight
 from skuda.torch.nonfinite import propagates
 from skuda.torch.smoothing import ALPHAS
 

@@ -35,7 +35,7 @@ from skuda.torch import (
     quantize_,
     save,
 )
-from skuda.torch.int4_checkpoint import Int4Format
+from skuda.torch.formats.grouped import Int4Format
 from skuda.torch.transformers import SkudaConfig, _CompressedTensorsConfig, convert_
 
 KINDS = ("dynamic", "static", "shifted")

@@ -40,8 +40,8 @@ from vllm_layers import (
 )
 
 import skuda.vllm
+from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import int4_weight
-from skuda.torch.int8_linear import quantized_weight
 from skuda.vllm import linear_method
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel

@@ -28,6 +28,9 @@ from vllm_layers import PARTS, described, made, quantization
 
 import skuda.vllm
 from skuda.registry import InvalidProblem
+from skuda.torch.formats import INT8, Int4
+from skuda.torch.formats.int4 import StoredPacked
+from skuda.torch.formats.int8 import StoredInt8
 from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
@@ -88,7 +91,7 @@ def test_vllm_gets_the_config(config_of, description, overrides, ignored):
 
 FOUR = SHORT | {"weights": "int4"}
 OWN = Scheme(
-    (SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=32),), ("lm_head", "re:.*down_proj"), own=True
+    (SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, StoredPacked(32)),), ("lm_head", "re:.*down_proj"), own=True
 ).fields()
 
 
@@ -98,7 +101,8 @@ OWN = Scheme(
 def test_weights_have_4_bits_if_the_config_says_so(config_of, served, description, group_size):
     found = quantized(config_of(description, quantization="skuda"))
     for config in (found, pickle.loads(pickle.dumps(found))):  # noqa: S301  as above
-        assert config.group_size == group_size
+        assert config.quantize.format == (INT8 if group_size is None else Int4(group_size or 128))
+        assert config.quantize.group_size in (group_size, 128)
         assert config.checkpoint.ignore == ["lm_head", "re:.*down_proj"]
         layer = made("column", torch.bfloat16, config)
         assert layer.weight.dtype is (torch.int8 if group_size is None else torch.uint8)
@@ -188,7 +192,10 @@ def test_what_a_floating_checkpoint_cannot_say_is_refused(config_of, field, valu
 
 def own(*groups, activation=ActivationScheme.DYNAMIC):
     """What the config says of a checkpoint that only skuda reads."""
-    return Scheme(tuple(SchemeGroup(targets, activation, group_size=g) for targets, g in groups), own=True)
+    return Scheme(
+        tuple(SchemeGroup(targets, activation, StoredPacked(g) if g else StoredInt8()) for targets, g in groups),
+        own=True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm_layers import default_dtype, described, memory, ready, reloading
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.int8_linear import quantized_weight
+from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.tensor_op import OPS
 from skuda.vllm import head, linear_kernel
 from skuda.vllm.config import SkudaVllmConfig

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import toy_format
 from support import fresh, sampled
 from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm_layers import PARTS, SCHEMES, K, checkpoint, load, made, memory, quantization, ready, reloading
 
 from skuda.registry import InvalidProblem
+from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import int4_weight
-from skuda.torch.int8_linear import quantized_weight
+from skuda.vllm.config import SkudaVllmConfig
 
 
 def coded(weight, group_size=None):
@@ -63,6 +65,23 @@ def test_floating_weights_are_quantized_on_the_way(served, kind, name, dtype):
     want = coded(torch.cat(list(floats.values())), scheme.get("group_size"))
     assert torch.equal(layer.weight, want["weight"])
     assert torch.equal(layer.weight_scale, want["weight_scale"])
+
+
+@pytest.mark.parametrize("kind", sampled(PARTS, 2))
+def test_a_format_that_no_module_knows_is_quantized_loaded_and_run(served, kind):
+    rng = fresh(kind)
+    floats = {part: torch.from_numpy(rng.standard_normal((n, K))).float() for part, n in PARTS[kind].items()}
+    for known in toy_format.added():
+        layer = made(kind, torch.bfloat16, SkudaVllmConfig(weights=known.name), bias=False)
+        load(layer, {part: {"weight": weight} for part, weight in floats.items()})
+        ready(layer)
+        assert torch.equal(layer.weight, known.quantize(torch.cat(list(floats.values())))[0])
+        plain = made(kind, torch.bfloat16, SkudaVllmConfig(), bias=False)
+        load(plain, {part: {"weight": weight} for part, weight in floats.items()})
+        assert_same(layer, ready(plain), rng)
+        codes = {part: {"weight": known.quantize(weight)[0]} for part, weight in floats.items()}
+        load(layer, {part: each | {"weight_scale": torch.ones(len(each["weight"]), 1)} for part, each in codes.items()})
+        assert torch.equal(layer.weight, torch.cat([each["weight"] for each in codes.values()]))
 
 
 WRONG = {

@@ -18,12 +18,13 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm_layers import default_dtype, described, memory, ready, reloading
 
 import skuda.torch
+from skuda.torch.formats.int4 import StoredPacked
+from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import int4_weight
-from skuda.torch.int8_linear import quantized_weight
 from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
 
 GROUP = 64
-OWN = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=GROUP),), ("lm_head",), own=True)
+OWN = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, StoredPacked(GROUP)),), ("lm_head",), own=True)
 FOUR = {"quant_method": "skuda", "weights": "int4", "group_size": GROUP}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIG = {

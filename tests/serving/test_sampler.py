@@ -491,12 +491,14 @@ def test_exact_includes_the_head_and_refuses_floating_layers(served):
 def test_a_checkpoint_of_an_exact_model_is_served_exactly(served):
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+    from skuda.torch.formats.int4 import StoredPacked
+    from skuda.torch.formats.int8 import StoredInt8
     from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
     from skuda.vllm.head import SkudaHeadMethod
 
     eight, four = (
-        Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=size),), own=size is not None, exact=True)
-        for size in (None, 128)
+        Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, stored),), own=stored.own, exact=True)
+        for stored in (StoredInt8(), StoredPacked(128))
     )
     found = SkudaVllmConfig.from_config(eight.fields())
     assert found.exact

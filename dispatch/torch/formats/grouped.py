@@ -17,28 +17,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from skuda.kernels.linear.packed import GROUP_SIZES, grouped
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.int4 import Int4Weight, ends, from_grouped, spread, width_of
-
-if TYPE_CHECKING:  # both import this module
-    from skuda.torch.scheme import _Reader
-    from skuda.torch.stored import Tensors
+from skuda.torch.formats.int8 import INT_QUANTIZED, tensor_fields
+from skuda.torch.formats.levels import Int4Weight, ends, from_grouped, spread, width_of
+from skuda.torch.formats.reading import SCALES, ConfigFields, Tensors
+from skuda.torch.formats.weight import StoredWeight
 
 PACK_QUANTIZED = "pack-quantized"
 """The format with eight values in a word."""
-_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = {"scales": "weight_scale", "zero_points": "weight_zero_point"}
 """The tensors of arguments of `from_grouped`."""
 
 
-class Int4Format(NamedTuple):
-    """How a checkpoint holds 4-bit weights.
+@dataclass(frozen=True)
+class Int4Format(StoredWeight):
+    """How a checkpoint of other projects holds 4-bit weights.
 
     Attributes
     ----------
@@ -54,18 +54,32 @@ class Int4Format(NamedTuple):
     symmetric: bool = True
     packed: bool = False
 
+    converts = True
+    dynamic = True
+    name = "int4"
+    file_formats = (INT_QUANTIZED, PACK_QUANTIZED)
+
+    def __new__(cls, *fields: Any, **_: Any) -> Self:
+        """Make an object. A pickle of version 0.1, where this was a tuple, gives the fields here and nowhere else."""
+        made = super().__new__(cls)
+        vars(made).update(zip(cls.__dataclass_fields__, fields, strict=False))
+        return made
+
+    @property
+    def file_format(self) -> str:
+        """The config's ``format``."""
+        return PACK_QUANTIZED if self.packed else INT_QUANTIZED
+
     @classmethod
-    def read(cls, weights: _Reader, file_format: str) -> Self:
-        """Take the fields of a config's `weights`, of which `num_bits` is 4.
+    def parse(cls, weights: ConfigFields, file_format: str) -> Self | None:
+        """Take the fields of a config's ``weights``, unless they are of another kind.
 
         A weight is stored in the order of its columns if activations only ordered its quantization ("weight", or
         "static"). Any other ordering is refused.
-
-        Raises
-        ------
-        InvalidRecord
-            For a field with a meaning that skuda does not know. The error names it.
         """
+        bits = weights.fields.get("num_bits")
+        if file_format != PACK_QUANTIZED and (file_format != INT_QUANTIZED or bits != 4):
+            return None
         weights.one_of("num_bits", [4])
         weights.one_of("type", ["int"], default="int")
         weights.one_of("dynamic", [False], default=False)
@@ -79,15 +93,16 @@ class Int4Format(NamedTuple):
         return cls(size if groups else 0, symmetric, file_format == PACK_QUANTIZED)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a config's `weights`."""
-        return {
-            "dynamic": False,
-            "group_size": self.group_size or None,
-            "num_bits": 4,
-            "strategy": "group" if self.group_size else "channel",
-            "symmetric": self.symmetric,
-            "type": "int",
-        }
+        """Return the fields of a config's ``weights``."""
+        strategy, size = "group" if self.group_size else "channel", self.group_size or None
+        return tensor_fields(strategy, dynamic=False, symmetric=self.symmetric, group_size=size, bits=4)
+
+    def read(
+        self, found: Tensors, shape: tuple[int, int], *, device: torch.device | None = None, round_scales: bool = False
+    ) -> tuple[Tensor, Tensor, float]:
+        """Read the weight of a layer; see `StoredWeight.read`, and `read_int4`."""
+        made, difference = read_int4(found, shape, self, device=device, round_scales=round_scales)
+        return made.packed(self.group_size), made.channel_scale[:, None], difference
 
 
 def read_int4(
@@ -135,7 +150,7 @@ def read_int4(
 
     groups = -(-k // stored.group_size) if stored.group_size else 1
     flat = ((n,),) if groups == 1 else ()
-    scales = taken("weight_scale", _SCALES, (n, groups), *flat).reshape(n, groups)
+    scales = taken("weight_scale", SCALES, (n, groups), *flat).reshape(n, groups)
     if stored.packed:
         words = taken("weight_packed", torch.int32, (n, -(-k // 8)))
         own = taken("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
