@@ -43,11 +43,12 @@ class Rows(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """A kernel to load: a problem that it serves, and its configuration if a measurement chose one."""
+    """A kernel to load: a problem that it serves, its configuration if a measurement chose one, and compiler flags."""
 
     sku: KernelSku
     problem: Descriptor
     choice: str
+    flags: tuple[str, ...]
 
 
 class Prepared(NamedTuple):
@@ -99,7 +100,7 @@ def prepare_rows(
     failed: list[tuple[str, str]] = []
     wanted = needed(planner, runtime, rows, device) if device.processor == "cuda" else []
     # Those with the most flags are products, which take the longest to compile.
-    wanted.sort(key=lambda each: -len(runtime.kernel_of(each.sku, each.problem, device, each.choice)[0]))
+    wanted.sort(key=lambda each: -len(each.flags))
     with KERNELS.expected(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         ready = runtime.make_ready
         running = {pool.submit(ready, each.sku, each.problem, device, each.choice): each for each in wanted}
@@ -126,8 +127,8 @@ def needed(planner: Planner, runtime: Runtime, rows: Iterable[Rows], device: Dev
             pick = choose(problem)
             if pick is None or (pick == last and count <= alike):
                 continue
-            flags, more = runtime.kernel_of(pick.sku, problem, device, pick.choice)
-            found.setdefault((pick.sku, flags), Needed(pick.sku, problem, pick.choice))
+            flags, more = runtime.backends[pick.sku.backend].kernel_of(pick.sku, problem, device, pick.choice)
+            found.setdefault((pick.sku, flags), Needed(pick.sku, problem, pick.choice, flags))
             last, alike = pick, max(count, more)
             if alike >= each.most and pick.sku is best:
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from skuda.dispatch.advance import Prepared, Progress, Rows, prepare_rows
@@ -15,7 +15,6 @@ from skuda.dispatch.plan import Plan
 from skuda.dispatch.planner import Planner
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.runtime import Runtime
-from skuda.dispatch.select import match
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, log_selection, logger_of
 from skuda.registry.descriptor import Descriptor
@@ -24,12 +23,15 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.registry.text import shown
+from skuda.registry.value import expect
 
 if TYPE_CHECKING:
     from skuda.dispatch.plugins.loading import Plugin
     from skuda.dispatch.select.explanation import Explanation
     from skuda.dispatch.select.measured import Tuned
     from skuda.dispatch.select.tuning import Tuning
+
+_expect = partial(expect, "Dispatcher")
 
 
 class Dispatcher:
@@ -69,17 +71,17 @@ class Dispatcher:
         on_selection: Observer | None = None,
         nvtx: bool | None = None,
     ) -> None:
-        _check("registry", registry, Registry, "be a Registry, or None for the installed ops and kernels")
-        _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
-        _check("nvtx", nvtx, bool, "be True, False or None")
+        _expect("registry", registry, Registry | None, "be a Registry, or None for the installed ops and kernels")
+        _expect("on_selection", on_selection, Callable | None, "be a function of a Selection, or None")
+        _expect("nvtx", nvtx, bool | None, "be True, False or None")
         given = None if backends is None else _backends_of(backends)
-        self._tuned = _tuned_by(tuning_file() if tuning is None else tuning, self.choices)
         self._runtime = Runtime.found(registry, given)
+        self._tuned = _tuned_by(tuning_file() if tuning is None else tuning, self._runtime)
         self._launches = LaunchCache()
         log = log_selection if logger_of("dispatch") is not None else None
         observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
         ranges = Ranges() if (nvtx_enabled() if nvtx is None else nvtx) else None
-        self._planner = Planner(self._runtime, self._launches, self._tuned, observers, ranges, self.explain)
+        self._planner = Planner(self._runtime, self._launches, self._tuned, observers, ranges)
         self._runtime.changed = self._planner.forget
         self.registry, self.backends = self._runtime.registry, self._runtime.backends
 
@@ -141,7 +143,7 @@ class Dispatcher:
     def _plan(self, problem: Descriptor, preference: PlanPreference, device: Device) -> Plan:
         plan = self._planner.plan(problem, preference, device)
         if plan is None:
-            raise Unsupported(self.explain(problem, preference, device))
+            raise Unsupported(self._planner.explain(problem, preference, device))
         return plan
 
     def prepare_rows(
@@ -249,14 +251,7 @@ class Dispatcher:
         InvalidProblem
             For an argument of the wrong type, or an unknown device.
         """
-        problem, preference, device = _checked(self._runtime, problem, preference, device)
-        asked = (self.registry, problem, device, preference, self._runtime.obstacles)
-        found = match.explain(*asked, self._runtime.notes(problem, preference, device), tuned=self._tuned)
-        chosen = self.registry.sku(found.chosen or "")
-        if chosen is None:
-            return found
-        remarks = self._runtime.remarks(chosen, problem, preference.part_of(device), found.choice)
-        return found.model_copy(update={"notes": (*found.notes, *remarks)}) if remarks else found
+        return self._planner.explain(*_checked(self._runtime, problem, preference, device))
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device | str | None) -> tuple[str, ...]:
         """Return the names of the configurations in which a kernel can run a problem on a device, best first.
@@ -299,10 +294,10 @@ def _checked(
         _refuse("problem", problem, f"be one of its problems: {problem.__name__}(...)")
     if not isinstance(problem, Descriptor) or "op" not in type(problem).__pydantic_fields__:
         _refuse("problem", problem, "be a descriptor, such as Dispatcher.describe(op, ...)")
-    _check("preference", preference, PlanPreference, "be a PlanPreference, such as PlanPreference(backend=...)")
+    _expect("preference", preference, PlanPreference | None, "be a PlanPreference, such as PlanPreference(backend=...)")
     if isinstance(device, str):
         device = _named(runtime, device)
-    _check("device", device, Device, "be a Device, the name of one, or None")
+    _expect("device", device, Device | None, "be a Device, the name of one, or None")
     return problem, preference or NO_PREFERENCE, device or runtime.devices[0]
 
 
@@ -321,9 +316,7 @@ def _named(runtime: Runtime, name: str) -> Device:
     return found
 
 
-def _tuned_by(
-    tuning: Tuning | str | os.PathLike[str] | None, choices: Callable[[KernelSku, Descriptor, Device], tuple[str, ...]]
-) -> Tuned | None:
+def _tuned_by(tuning: Tuning | str | os.PathLike[str] | None, runtime: Runtime) -> Tuned | None:
     """Return the measured times that are given, or those of a file. Return None for None and for an empty string."""
     if tuning is None or (isinstance(tuning, str) and not tuning):
         return None
@@ -332,31 +325,23 @@ def _tuned_by(
     from skuda.dispatch.select.measured import Tuned
     from skuda.dispatch.select.tuning import Tuning
 
-    def driver(device: Device) -> str | None:
-        return driver_of(device) if device.ordinal is not None else None
-
-    _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
-    if isinstance(tuning, Tuning):
-        return Tuned(tuning, "a tuning of this program", driver, choices)
-    return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), driver, choices)
+    _expect("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
+    origin, times = "a tuning of this program", tuning
+    if not isinstance(times, Tuning):
+        origin, times = os.fspath(times), Tuning.load(times)
+    return Tuned(times, origin, lambda device: None if device.ordinal is None else driver_of(device), runtime.choices)
 
 
 def _backends_of(given: Iterable[object]) -> tuple[Backend, ...]:
     """Return backends, or raise `InvalidProblem` for anything else."""
     try:
-        found = tuple(given)
+        found: tuple[Any, ...] = tuple(given)
     except TypeError:
         _refuse("backends", given, "be several Backends, or None for the installed ones")
     for backend in found:
         if not isinstance(backend, Backend):
             _refuse("backends", backend, "hold Backends, such as NumpyBackend()")
-    return tuple(backend for backend in found if isinstance(backend, Backend))
-
-
-def _check(argument: str, given: object, kind: Any, must: str) -> None:
-    """Raise `InvalidProblem` for an argument that is neither None nor of a kind."""
-    if given is not None and not isinstance(given, kind):
-        _refuse(argument, given, must)
+    return found
 
 
 def _refuse(argument: str, given: object, must: str) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
@@ -19,8 +19,6 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.text import one_line
 from skuda.registry.value import Value
 
-_set = object.__setattr__
-
 
 def _descriptor(value: object) -> object:
     """Return the descriptor that JSON describes. Its ``op`` names the class."""
@@ -35,13 +33,15 @@ def _descriptor(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
+class Ready:
     """What makes a plan able to run."""
 
     runner: Runner
-    launches: LaunchCache
-    following: Callable[[], Plan | None]  # as in `Plan.prepared`
-    failed: Callable[[BaseException], None] | None
+    launches: LaunchCache = field(default_factory=LaunchCache)
+    following: Callable[[], Plan | None] = lambda: None
+    """Returns the plan of the next kernel in the ranking, for arrays whose address or stride this one cannot read."""
+    failed: Callable[[BaseException], None] | None = None
+    """Called with an error of the kernel that is not a `SkudaError`. It may raise another error in its place."""
 
 
 class Plan(Value):
@@ -71,40 +71,13 @@ class Plan(Value):
     preference: PlanPreference
     choice: str = ""
     measured: str = ""
-    _prepared: _Prepared | None = PrivateAttr(default=None)
+    _prepared: Ready | None = PrivateAttr(default=None)
 
     @classmethod
-    def prepared(
-        cls,
-        sku: KernelSku,
-        problem: Descriptor,
-        device: Device,
-        preference: PlanPreference,
-        runner: Runner | None,
-        following: Callable[[], Plan | None] = lambda: None,
-        failed: Callable[[BaseException], None] | None = None,
-        *,
-        launches: LaunchCache | None = None,
-        choice: str = "",
-        measured: str = "",
-    ) -> Self:
-        """Build a plan with a runner. A plan without a runner can be inspected and saved, but not run.
-
-        `following` returns the plan of the next kernel in the ranking, for arrays whose address or stride this kernel
-        cannot read. `failed` is called with an error of the kernel that is not a `SkudaError`, and may raise another
-        error in its place.
-        """
-        prepared = None
-        if runner is not None:
-            prepared = _Prepared(runner, LaunchCache() if launches is None else launches, following, failed)
-        chosen: dict[str, Any] = {"sku": sku, "problem": problem, "device": device, "preference": preference}
-        fields = {**chosen, "choice": choice, "measured": measured}
-        plan = cls.__new__(cls)
-        # Like pydantic's `model_construct`, but five times as fast. The values are valid records already.
-        _set(plan, "__dict__", fields)
-        _set(plan, "__pydantic_fields_set__", set(fields))
-        _set(plan, "__pydantic_extra__", None)
-        _set(plan, "__pydantic_private__", {"_prepared": prepared})
+    def prepared(cls, ready: Ready | None, **fields: Any) -> Self:
+        """Build a plan of valid fields. One that is not ready can be inspected and saved, but not run."""
+        plan = cls.unchecked(**{"choice": "", "measured": "", **fields})
+        object.__setattr__(plan, "__pydantic_private__", {"_prepared": ready})
         return plan
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -279,9 +252,9 @@ class Plan(Value):
             raise error
         return following
 
-    def _ready(self) -> _Prepared:
+    def _ready(self) -> Ready:
         private: Any = self.__pydantic_private__
-        prepared: _Prepared | None = private and private["_prepared"]
+        prepared: Ready | None = private and private["_prepared"]
         if prepared is None:
             where = "a device that is not here" if self.device.ordinal is None else "another process"
             raise NotPrepared(

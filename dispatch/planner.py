@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from skuda.dispatch.launch_cache import LaunchCache
-from skuda.dispatch.plan import Plan
+from skuda.dispatch.plan import Plan, Ready
 from skuda.dispatch.plugins.asking import Misbehaved
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.runtime import Runtime
 from skuda.dispatch.select import match
 from skuda.dispatch.select.match import Pick
-from skuda.dispatch.system.locks import Locks, lock
-from skuda.dispatch.telemetry import Observer, Ranges, Selection, Watch
+from skuda.dispatch.system.locks import lock
+from skuda.dispatch.telemetry import Observer, Ranges, Selection
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
 from skuda.registry.errors import NotPrepared, Unsupported
@@ -33,8 +35,7 @@ class Planner:
     """Makes plans for a runtime, each of them once.
 
     The plans use the cache `launches`. The times of `tuned` may change the choice. `observers` are called with a
-    `Selection` after every selection. `ranges` makes NVTX ranges of launches. `explain` explains a selection by
-    problem, preference and device.
+    `Selection` after every selection. `ranges` makes NVTX ranges of launches.
     """
 
     def __init__(
@@ -44,13 +45,12 @@ class Planner:
         tuned: Tuned | None,
         observers: Iterable[Observer],
         ranges: Ranges | None,
-        explain: Callable[[Descriptor, PlanPreference, Device], Explanation],
     ) -> None:
         self._runtime, self._launches, self._tuned = runtime, launches, tuned
-        self._observers, self._ranges, self._explain = tuple(observers), ranges, explain
+        self._observers, self._ranges = tuple(observers), ranges
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()  # finding the first key of a dict takes long
         self._lock = lock()
-        self._making = Locks()
+        self._making: dict[Hashable, threading.Lock] = {}
         self._recordings: list[set[tuple[Descriptor, Device]]] = []
 
     def plan(
@@ -87,6 +87,18 @@ class Planner:
 
         return choose, picks[0][0].sku if picks and not picks[0][1] else None
 
+    def explain(self, problem: Descriptor, preference: PlanPreference, device: Device) -> Explanation:
+        """Return what `plan` would choose and why."""
+        runtime = self._runtime
+        notes = runtime.notes(problem, preference, device)
+        asked = (runtime.registry, problem, device, preference, runtime.obstacles, notes)
+        found = match.explain(*asked, tuned=self._tuned)
+        chosen = runtime.registry.sku(found.chosen or "")
+        if chosen is None:
+            return found
+        remarks = runtime.remarks(chosen, problem, preference.part_of(device), found.choice)
+        return found.model_copy(update={"notes": (*notes, *remarks)}) if remarks else found
+
     @contextmanager
     def recorded(self) -> Iterator[set[tuple[Descriptor, Device]]]:
         """Yield a set that gets every problem that is planned inside, with its device."""
@@ -104,7 +116,7 @@ class Planner:
         preference = plan.preference.model_copy(update={"sku": plan.sku.id})
         found = match.choose(runtime.registry, problem, device, preference, runtime.obstacles)
         if found is None:
-            raise Unsupported(self._explain(problem, preference, device))
+            raise Unsupported(self.explain(problem, preference, device))
         if plan.choice and plan.choice not in runtime.choices(found.sku, problem, device):
             raise NotPrepared(f"{plan.sku.id} has no configuration {plan.choice!r} any more: select again")
         pick = Pick(found.sku, plan.choice, plan.measured)
@@ -113,7 +125,7 @@ class Planner:
             ready = self._made((problem, preference, device, plan.choice), make)
         except Misbehaved as error:
             runtime.set_aside(error)
-            raise Unsupported(self._explain(problem, preference, device)) from error
+            raise Unsupported(self.explain(problem, preference, device)) from error
         assert ready is not None
         return ready
 
@@ -128,29 +140,51 @@ class Planner:
         self, key: Hashable, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None
     ) -> Plan | None:
         while True:
-            asked = (self._runtime.registry, problem, device, preference, self._runtime.obstacles)
-            choose = partial(match.choose, *asked, behind=behind, tuned=self._tuned)
-            prepare = partial(self._prepared, problem, preference, device)
-            watch = Watch(choose, prepare) if self._observers else None
+            selections: list[Selection] = []
             try:
-                return self._made(key, watch or partial(_chosen, choose, prepare))
+                return self._made(key, partial(self._chosen, problem, preference, device, behind, selections.append))
             except Misbehaved as error:
                 # Its kernels are refused from now on, so the next kernel of the ranking is chosen.
                 self._runtime.set_aside(error)
             finally:
                 # Only after the lock is released, because an observer may ask for the same plan.
-                if watch is not None and watch.times is not None:
-                    explain = partial(self._explain, problem, preference, device)
-                    passed = None if behind is None else behind.id
-                    details = (watch.pick, *watch.times, watch.error, passed, explain)
-                    selection = Selection(problem, device, preference, *details)
+                for selection in selections:
                     for observer in self._observers:
                         observer(selection)
+
+    def _chosen(
+        self,
+        problem: Descriptor,
+        preference: PlanPreference,
+        device: Device,
+        behind: KernelSku | None,
+        report: Observer,
+    ) -> Plan | None:
+        start = perf_counter()
+        asked = (self._runtime.registry, problem, device, preference, self._runtime.obstacles)
+        pick = match.choose(*asked, behind=behind, tuned=self._tuned)
+        chosen = perf_counter()
+
+        def done(error: BaseException | None) -> None:
+            if self._observers:
+                times = chosen - start, perf_counter() - chosen
+                explain = partial(self.explain, problem, preference, device)
+                report(
+                    Selection(problem, device, preference, pick, *times, error, behind.id if behind else None, explain)
+                )
+
+        try:
+            plan = None if pick is None else self._prepared(problem, preference, device, pick)
+        except BaseException as error:
+            done(error)
+            raise
+        done(None)
+        return plan
 
     def _made(self, key: Hashable, make: Callable[[], Plan | None]) -> Plan | None:
         """Make a plan once, even if several threads ask for it. Threads that ask for other plans do not wait."""
         # Only `with` holds the lock, so no interrupt leaves it locked; see `skuda.dispatch.system.locks`.
-        with self._making.of(key):
+        with self._making.setdefault(key, lock()):
             try:
                 # Another thread may have made it. If that thread failed, try again: the obstacle may be gone.
                 plan = self._plans.get(key)
@@ -159,7 +193,7 @@ class Planner:
                     plan = plan if plan is None else self._kept(key, plan)
                 return plan
             finally:
-                self._making.drop(key)
+                self._making.pop(key, None)
 
     def _kept(self, key: Hashable, plan: Plan) -> Plan:
         with self._lock:
@@ -174,23 +208,10 @@ class Planner:
         runner = runtime.prepared(sku, problem, part, choice) if device.ordinal is not None else None
         if runner is not None and self._ranges is not None:
             runner = self._ranges.round(runner, sku)
-        following, plugin = partial(self.plan, problem, preference, device, sku), runtime.plugin_of(sku)
-        failed = None if plugin is None else partial(runtime.launch_failed, sku, plugin)
+        ready, plugin = None, runtime.plugin_of(sku)
+        if runner is not None:
+            failed = None if plugin is None else partial(runtime.launch_failed, sku, plugin)
+            ready = Ready(runner, self._launches, partial(self.plan, problem, preference, device, sku), failed)
+        asked = {"problem": problem, "device": device, "preference": preference}
         measured = pick.reason if choice == pick.choice else ""
-        return Plan.prepared(
-            sku,
-            problem,
-            device,
-            preference,
-            runner,
-            following,
-            failed,
-            launches=self._launches,
-            choice=choice,
-            measured=measured,
-        )
-
-
-def _chosen(choose: Callable[[], Pick | None], prepare: Callable[[Pick], Plan]) -> Plan | None:
-    pick = choose()
-    return None if pick is None else prepare(pick)
+        return Plan.prepared(ready, sku=sku, choice=choice, measured=measured, **asked)

@@ -137,12 +137,6 @@ class Runtime:
         # A backend without configurations need not accept the parameter.
         return backend.prepare(sku, problem, device, **({"choice": choice} if choice else {}))
 
-    def kernel_of(
-        self, sku: KernelSku, problem: Descriptor, device: Device, choice: str
-    ) -> tuple[tuple[str, ...], int]:
-        """Return what tells a kernel from others of its SKU; see `Backend.kernel_of`."""
-        return self.backends[sku.backend].kernel_of(sku, problem, device, choice)
-
     def make_ready(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str) -> bool | None:
         """Load a kernel, and return whether it was compiled; see `Backend.make_ready`.
 
@@ -251,7 +245,7 @@ class Runtime:
     def _exclude(self, more: Mapping[str, tuple[str, str]]) -> None:
         _ = self.obstacles  # computed outside the lock, because that may set plug-ins aside
         with self._lock:
-            self.obstacles = self.obstacles.and_also(more)
+            self.obstacles = Unavailable({**self.obstacles, **more})
 
     def _replace(self, plugin: Plugin, aside: Plugin) -> None:
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -124,10 +123,12 @@ def plugin_enabled(*names: str) -> bool:
     ``SKUDA_PLUGINS`` is a list separated by commas: names (only these are loaded), names with a leading minus (these
     are not loaded), or ``0`` (none). Unset, all are loaded.
     """
+    from packaging.utils import canonicalize_name as plain  # a program that only imports skuda does not need it
+
     words = [word.strip() for word in _PLUGINS.given.split(",")]
-    known = {_plain(name) for name in names}
-    left_out = {_plain(word[1:]) for word in words if word.startswith("-")}
-    only = {_plain(word) for word in words if word not in {"", "1"} and not word.startswith("-")}
+    known = {plain(name) for name in names}
+    left_out = {plain(word[1:]) for word in words if word.startswith("-")}
+    only = {plain(word) for word in words if word not in {"", "1"} and not word.startswith("-")}
     return not known & left_out and (not only or bool(known & only))
 
 
@@ -187,8 +188,3 @@ def _switch(setting: Setting, *, otherwise: bool) -> bool:
         case "0" | "1" as given:
             return given == "1"
     raise setting.refuse("be 0 or 1")
-
-
-def _plain(name: str) -> str:
-    """Return a package name in the normalized form in which indexes compare names."""
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skuda.dispatch.settings import logged_topics
@@ -18,7 +17,6 @@ from skuda.registry.text import one_line, shown
 
 if TYPE_CHECKING:
     from skuda.dispatch.backends.base import Runner
-    from skuda.dispatch.plan import Plan
     from skuda.dispatch.preference import PlanPreference
     from skuda.dispatch.select.explanation import Decision, Explanation
     from skuda.dispatch.select.match import Pick
@@ -107,29 +105,6 @@ class Selection:
 
 Observer = Callable[[Selection], object]
 """A function that is called with every selection, in the requesting thread, before that thread gets its plan."""
-
-
-class Watch:
-    """Makes a plan with `choose`, which returns a pick or None, and `prepare`, and times both."""
-
-    def __init__(self, choose: Callable[[], Pick | None], prepare: Callable[[Pick], Plan]) -> None:
-        self._choose, self._prepare = choose, prepare
-        self.pick: Pick | None = None
-        self.error: BaseException | None = None
-        self.times: tuple[float, float] | None = None
-
-    def __call__(self) -> Plan | None:
-        """Choose and prepare."""
-        start = perf_counter()
-        self.pick = self._choose()
-        chosen = perf_counter()
-        try:
-            return None if self.pick is None else self._prepare(self.pick)
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self.times = (chosen - start, perf_counter() - chosen)
 
 
 class Guarded:
@@ -298,38 +273,32 @@ class Ranges:
 
     def round(self, runner: Runner, sku: KernelSku) -> Runner:
         """Return a runner whose launches are ranges, named by op and SKU."""
-        return _InRange(runner, self._domain, self._domain.get_event_attributes(message=f"{sku.op}: {sku.id}"))
+        attributes = self._domain.get_event_attributes(message=f"{sku.op}: {sku.id}")
+
+        @contextmanager
+        def ranged() -> Iterator[None]:
+            self._domain.push_range(attributes)
+            try:
+                yield
+            finally:
+                self._domain.pop_range()
+
+        return _InRange(runner, ranged)
 
 
 class _InRange:
-    """A runner whose launches are NVTX ranges; `domain` and `attributes` are objects of the package ``nvtx``."""
+    """A runner whose launches are in a context that `ranged` makes, or functions that it decorates. A check is not."""
 
-    def __init__(self, runner: Runner, domain: Any, attributes: Any) -> None:
-        self.notes = runner.notes
-        self._runner = runner
-        self._push, self._pop, self._attributes = domain.push_range, domain.pop_range, attributes
-
-    def check(self, arrays: Mapping[str, object]) -> None:
-        """Check without running, and without a range."""
-        self._runner.check(arrays)
+    def __init__(self, runner: Runner, ranged: Callable[[], Any]) -> None:
+        self.notes, self.check = runner.notes, runner.check
+        self._runner, self._ranged = runner, ranged
 
     def run(self, arrays: Mapping[str, object], stream: object) -> object:
-        """Run inside the range."""
-        self._push(self._attributes)
-        try:
+        """Run inside the context."""
+        with self._ranged():
             return self._runner.run(arrays, stream)
-        finally:
-            self._pop()
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
-        """Return a callable that launches inside the range."""
-        launch, push, pop, attributes = self._runner.bind(arrays, stream), self._push, self._pop, self._attributes
-
-        def ranged() -> object:
-            push(attributes)
-            try:
-                return launch()
-            finally:
-                pop()
-
+        """Return a callable that launches inside the context."""
+        ranged: Callable[[], object] = self._ranged()(self._runner.bind(arrays, stream))
         return ranged

@@ -18,8 +18,9 @@ from skuda.dispatch.compile.cubin import Kernel, read_kernels
 from skuda.dispatch.compile.provider import CubinProvider, agreeing
 from skuda.dispatch.cuda.arrays import current_streams
 from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
+from skuda.dispatch.cuda.launcher import Engine, NoSteps
 from skuda.dispatch.cuda.packing import Packed, formats_of, packing
-from skuda.dispatch.cuda.runner import CudaRunner, Engine, NoSteps
+from skuda.dispatch.cuda.runner import CudaRunner
 from skuda.dispatch.telemetry import KERNELS, Loaded
 from skuda.kernels.launch import Choice, Launch, Step
 from skuda.registry.descriptor import Descriptor

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from skuda.dispatch.backends.base import BackendStatus
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.compilers import Nvcc, find_nvcc
-from skuda.dispatch.cuda.launcher import Send
+from skuda.dispatch.cuda.launcher import Bound, Engine, Send
 from skuda.dispatch.cuda.modules import BindingsEngine, BindingsModule, bindings_trouble, bindings_version, load_module
 from skuda.dispatch.cuda.packing import Packed
 from skuda.dispatch.cuda.pycuda_context import keep_forever, pushed
-from skuda.dispatch.cuda.runner import Bound, Engine, must_opt_in
+from skuda.dispatch.cuda.runner import must_opt_in
 from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Dim3, Step
 from skuda.registry.backend import BUILT_IN

@@ -16,13 +16,13 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from skuda.dispatch.compile.sources import Source
 from skuda.dispatch.settings import cache_directory, environment
 from skuda.dispatch.system import programs
 from skuda.dispatch.system.packages import installed
 from skuda.dispatch.system.transient import is_transient
+from skuda.kernels.sources import Source
 from skuda.registry.errors import CompileError
 
 _STANDARD = "-std=c++17"
@@ -38,16 +38,6 @@ class Job(NamedTuple):
     source: Source  # source and headers
     flags: tuple[str, ...]  # flags of the SKU and its configuration; the same for every compiler
     arch: str  # target architecture, for example ``sm_90``
-
-
-class Compiler(Protocol):
-    """A compiler from CUDA source to cubin."""
-
-    def identity(self, source: Source) -> str:
-        """Return a name for all properties of the compiler that the cubin depends on."""
-
-    def compile(self, job: Job) -> bytes:
-        """Return the cubin. Raise `CompileError` with the complete output of the compiler."""
 
 
 class Nvcc:
@@ -113,10 +103,8 @@ class Nvrtc:
 
     def identity(self, source: Source) -> str:
         """Return the version, and that of CUDA's headers if the source includes any."""
-        # The wheel's version includes the build number, which the library's own version lacks.
-        build = _version_of("nvidia-cuda-nvrtc") or _version_of("nvidia-cuda-nvrtc-cu12") or ""
         headers = f" headers {_header_version(self._header_options())}" if source.foreign else ""
-        return f"nvrtc {self.version[0]}.{self.version[1]} {build} {_STANDARD}{headers}"
+        return f"nvrtc {self.version[0]}.{self.version[1]} {nvrtc_version()} {_STANDARD}{headers}"
 
     def compile(self, job: Job) -> bytes:
         """Return the cubin. Raise `CompileError` with the options and the complete output of NVRTC."""
@@ -154,6 +142,9 @@ class Nvrtc:
             folder = cache_directory() / f"nvrtc-headers-{self.version[0]}.{self.version[1]}"
             return [f"--use-bundled-headers={folder}"]
         return [f"-I{folder}" for folder in _toolkit_headers()]
+
+
+Compiler = Nvcc | Nvrtc
 
 
 def _target(arch: str) -> list[str]:
@@ -210,11 +201,17 @@ def _nvrtc() -> Nvrtc:
 
 
 @cache
-def _version_of(distribution: str) -> str | None:
+def version_of(distribution: str) -> str:
+    """Return the version of a distribution; empty if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return ""
+
+
+def nvrtc_version() -> str:
+    """Return the version of NVRTC's wheel, with the build number; empty if it is not installed."""
+    return version_of("nvidia-cuda-nvrtc") or version_of("nvidia-cuda-nvrtc-cu12")
 
 
 @cache

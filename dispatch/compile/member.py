@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple, Self, TypeVar
 from pydantic import Field, StringConstraints, ValidationError
 
 from skuda.registry.errors import InvalidRecord
+from skuda.registry.text import one_line
 from skuda.registry.value import Integer, Value
 
 SCHEMA = 1
@@ -79,12 +80,6 @@ def validated(kind: type[Record], text: bytes) -> Record:
     try:
         return kind.model_validate_json(text)
     except InvalidRecord as error:
-        raise ValueError(f"breaks a rule: {_shown(str(error))}") from error
+        raise ValueError(f"breaks a rule: {one_line(str(error), _LONGEST_QUOTE)}") from error
     except ValidationError as error:
-        raise ValueError(f"cannot be read: {_shown(error.errors()[0]['msg'])}") from error
-
-
-def _shown(text: str) -> str:
-    """Return text from a file, shortened and without terminal control characters."""
-    safe = "".join(character if " " <= character <= "~" else "?" for character in text)
-    return safe if len(safe) <= _LONGEST_QUOTE else f"{safe[:_LONGEST_QUOTE]}..."
+        raise ValueError(f"cannot be read: {one_line(error.errors()[0]['msg'], _LONGEST_QUOTE)}") from error

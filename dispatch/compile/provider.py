@@ -12,12 +12,13 @@ from skuda.dispatch.compile.cache import CubinCache, Found
 from skuda.dispatch.compile.compilers import Compiler, Job
 from skuda.dispatch.compile.cubin import Kernel, read_kernels
 from skuda.dispatch.compile.member import Key
-from skuda.dispatch.compile.sources import Source, read_source
 from skuda.dispatch.cuda.packing import parameter_layout
 from skuda.dispatch.settings import bundle_names
 from skuda.dispatch.telemetry import logger_of
 from skuda.kernels.launch import Launch, Step
+from skuda.kernels.sources import Source, read_source
 from skuda.registry.backend import BackendSpec
+from skuda.registry.cached import cached_property
 from skuda.registry.device import Device
 from skuda.registry.errors import CompileError
 from skuda.registry.sku import KernelSku
@@ -48,22 +49,18 @@ class CubinProvider(ABC):
     def compiler(self) -> Compiler | None:
         """Return the compiler, or None if there is none here."""
 
-    @property
+    @cached_property
     def cache(self) -> CubinCache:
         """The cubin cache, created on first use."""
-        if self._cache is None:
-            self._cache = CubinCache()
-        return self._cache
+        return self._cache or CubinCache()
 
-    @property
+    @cached_property
     def bundles(self) -> tuple[Bundle, ...]:
         """The bundles to search, in order, before the cache; opened on first use.
 
         Raise `BundleError` if a bundle in the settings must not be used.
         """
-        if self._bundles is None:
-            self._bundles = tuple(open_bundle(name) for name in bundle_names())
-        return self._bundles
+        return tuple(map(open_bundle, bundle_names())) if self._bundles is None else self._bundles
 
     def sought(self, sku: KernelSku, launch: Launch, device: Device) -> Sought:
         """Return the key of a SKU's cubin for a device, with the source and the compiler that would build it."""
@@ -119,7 +116,7 @@ class CubinProvider(ABC):
         found = self.cache.get(sought.key, sought.identity, build, sku=sku.id, file=sku.source)
         if log is not None and not built:
             log.info("%s for %s: found in %s", sku.id, arch, self.cache.folder)
-        placed(sku, launch.steps, found.cubin)
+        agreeing(sku, launch.steps, read_kernels(found.cubin))
         return found._replace(built=built)
 
     def cached(self, sku: KernelSku, launch: Launch, device: Device) -> bool:
@@ -145,16 +142,11 @@ def arch_of(sku: KernelSku, device: Device) -> str:
     return f"sm_{major}{minor}"
 
 
-def placed(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> tuple[Step, ...]:
+def agreeing(sku: KernelSku, steps: tuple[Step, ...], kernels: Mapping[str, Kernel]) -> tuple[Step, ...]:
     """Compare a launch's parameters with those of the compiled kernels; return the steps with parameter offsets.
 
     Raise `CompileError` if a kernel is missing, or the number or size of its parameters differs.
     """
-    return agreeing(sku, steps, read_kernels(cubin))
-
-
-def agreeing(sku: KernelSku, steps: tuple[Step, ...], kernels: Mapping[str, Kernel]) -> tuple[Step, ...]:
-    """Do the same as `placed` with the kernels that were read from the cubin."""
     found = []
     for step in steps:
         kernel = kernels.get(step.entry)

@@ -17,6 +17,7 @@ import numpy as np
 
 from skuda.dispatch.cuda import dlpack
 from skuda.dispatch.cuda.facts import (
+    ELEMENTS,
     ArrayFacts,
     Framework,
     Guard,
@@ -316,15 +317,4 @@ def _torch_dtypes() -> dict[ElementKind, Any]:
 @cache
 def _torch_elements() -> dict[Any, ElementKind]:
     torch = sys.modules["torch"]
-    later = {torch.uint32: ElementKind.U32} if hasattr(torch, "uint32") else {}
-    return {
-        **later,
-        torch.float16: ElementKind.F16,
-        torch.bfloat16: ElementKind.BF16,
-        torch.float32: ElementKind.F32,
-        torch.float64: ElementKind.F64,
-        torch.int8: ElementKind.S8,
-        torch.uint8: ElementKind.U8,
-        torch.int32: ElementKind.S32,
-        torch.int64: ElementKind.S64,
-    }
+    return {getattr(torch, dtype.name): found for dtype, found in ELEMENTS.items() if hasattr(torch, dtype.name)}

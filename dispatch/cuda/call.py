@@ -129,12 +129,7 @@ class Binder:
 
     @cached_property
     def _leading(self) -> set[str]:
-        named = {p.name for p in self._parameters if isinstance(p, Leading)}
-        return named | {p.name for p in self._maps if not p.otherwise}
-
-    @cached_property
-    def _which(self) -> set[str]:
-        return {p.name for p in self._parameters if isinstance(p, Which)}
+        return self._named(Leading) | {p.name for p in self._maps if not p.otherwise}
 
     @cached_property
     def _numbers(self) -> dict[str, ElementKind]:
@@ -142,7 +137,10 @@ class Binder:
 
     @cached_property
     def _pointers(self) -> set[str]:
-        return {p.name for p in self._parameters if isinstance(p, (Pointer, TensorMap))}
+        return self._named(Pointer) | self._named(TensorMap)
+
+    def _named(self, kind: type[Pointer | TensorMap | Leading | Which]) -> set[str]:
+        return {p.name for p in self._parameters if isinstance(p, kind)}
 
     def bind(self, arrays: Mapping[str, Any]) -> CheckedCall:
         """Check the arguments of a call in full.
@@ -231,7 +229,7 @@ class Binder:
         if found.element not in stored:
             self._refuse(name, f"an array of {found.kind}", f"be {rules.wanted(argument, shape)}")
         which = stored.index(found.element)
-        if which and name not in self._which and name in self._pointers:
+        if which and name in self._pointers and name not in self._named(Which):
             self._refuse(name, f"an array of {found.kind}", f"be of {argument.elements[0]}: this kernel takes no other")
         rules.checked_shape(self._op, argument, argument.elements[which], found.shape, shape)
         size = found.element.bits // 8

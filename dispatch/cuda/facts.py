@@ -113,7 +113,7 @@ class Framework(ABC):
 
 def element_of(dtype: np.dtype[Any]) -> ElementKind | None:
     """Return the element that a NumPy dtype stores, or None."""
-    return _ELEMENTS.get(dtype)
+    return ELEMENTS.get(dtype)
 
 
 def in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -137,4 +137,4 @@ def ordinal_asked(address: int, count: int) -> int | None:
     return driver().ordinal_of(address) if count else ANYWHERE
 
 
-_ELEMENTS: dict[np.dtype[Any], ElementKind] = {storage_dtype(element): element for element in map(ElementKind, _STORED)}
+ELEMENTS: dict[np.dtype[Any], ElementKind] = {storage_dtype(element): element for element in map(ElementKind, _STORED)}

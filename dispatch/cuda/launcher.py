@@ -11,11 +11,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from skuda.dispatch.cuda.call import CheckedCall
+from skuda.dispatch.cuda.driver import Driver
 from skuda.dispatch.cuda.facts import Framework
 from skuda.dispatch.cuda.tensor_maps import UNIT
 from skuda.dispatch.host.floating import SUMMANDS
 from skuda.dispatch.launch_cache import CachedLaunch, PositionalCall
-from skuda.registry.errors import Unaligned
+from skuda.registry.errors import DriverError, SkudaError, Unaligned
 
 Send = Callable[[tuple[Any, ...], int, object], None]
 """Enqueues a step. It takes the parameters for `struct`, the stream's handle (0 is the default stream), and the
@@ -25,22 +26,79 @@ Parameters = tuple[tuple[Any, ...], ...]
 """The parameters of every step."""
 
 
-class Sender(Protocol):
-    """Enqueues all steps of a run."""
+Bound = Callable[[int, object], None]
+"""Enqueues a step with fixed parameters. It takes the handle and the stream, as `Send` does."""
+
+
+class Engine(Protocol):
+    """The loaded steps of one launch."""
 
     @property
     def sends(self) -> Sequence[Send]:
-        """One function for each step, which is called directly if a launch needs nothing else."""
+        """The function that enqueues each step."""
+
+    def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
+        """Return a function that enqueues one step with these parameters."""
+
+
+class NoSteps:
+    """The engine of a launch without steps: a problem of no elements."""
+
+    sends = ()
+
+    def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
+        """Never called: there is no step."""
+        raise IndexError(step, parameters)
+
+
+class Sender:
+    """Enqueues the steps of one plan, in its context.
+
+    With one card, a launch does not check the thread's context first. If the driver refuses the launch because of a
+    wrong context, it is repeated in the right one. With several cards, the context is checked first.
+    """
+
+    def __init__(self, op: str, engine: Engine, driver: Driver, context: int, *, waits: bool = False) -> None:
+        self._op, self._engine, self._driver, self._context, self._waits = op, engine, driver, context, waits
+        self.plain = driver.device_count == 1 and not waits
 
     @property
-    def plain(self) -> bool:
-        """Whether `sends` may be called directly. If not, `enqueue` is called."""
+    def sends(self) -> Sequence[Send]:
+        """The function that enqueues each step."""
+        return self._engine.sends
 
     def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
-        """Enqueue every step."""
+        """Enqueue every step in the context. Wait if the arrays' library has no streams."""
+        with self._driver.using(self._context):
+            self._send(parameters, handle, stream)
+            if self._waits:
+                self._driver.synchronize(handle)
+
+    def send(self, parameters: Parameters, handle: int, stream: object) -> None:
+        """Enqueue every step. Enter the context only if necessary."""
+        if not self.plain:
+            self.enqueue(parameters, handle, stream)
+            return
+        try:
+            self._send(parameters, handle, stream)
+        except Exception as error:  # noqa: BLE001  an error of PyCUDA or the driver
+            self.again(error, parameters, handle, stream)
 
     def again(self, error: Exception, parameters: Parameters, handle: int, stream: object) -> None:
-        """Repeat a run in which a step failed with `error`, or raise."""
+        """Repeat a failed run if the thread's context was wrong. Otherwise raise the error."""
+        self.trouble(error)
+        self.enqueue(parameters, handle, stream)
+
+    def trouble(self, error: Exception) -> None:
+        """Raise an error unless it may come from a wrong context."""
+        if isinstance(error, SkudaError) and not isinstance(error, DriverError):
+            raise error
+        if self._driver.current() == self._context:
+            raise DriverError(f"launching {self._op}", str(error)) from error
+
+    def _send(self, parameters: Parameters, handle: int, stream: object) -> None:
+        for send, each in zip(self.sends, parameters, strict=True):
+            send(each, handle, stream)
 
 
 class LaunchSetup(NamedTuple):

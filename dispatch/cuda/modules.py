@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from skuda.dispatch.cuda.driver import driver, failure
-from skuda.dispatch.cuda.launcher import Send
+from skuda.dispatch.cuda.launcher import Bound, Send
 from skuda.dispatch.cuda.packing import Packed, Packer
-from skuda.dispatch.cuda.runner import Bound, must_opt_in
+from skuda.dispatch.cuda.runner import must_opt_in
 from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Step
 from skuda.registry.cached import cached_property
@@ -26,9 +26,7 @@ _POINTER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER
 
 def bindings_trouble() -> str | None:
     """Return why cuda-bindings cannot be used, or None; imports no large package."""
-    if not installed("cuda.bindings"):
-        return "cuda-bindings is not installed"
-    return None
+    return None if installed("cuda.bindings") else "cuda-bindings is not installed"
 
 
 def bindings_version() -> str:

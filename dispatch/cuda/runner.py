@@ -2,103 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from skuda.dispatch.cuda.call import Binder, CheckedCall
 from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver, inherited
-from skuda.dispatch.cuda.facts import Framework
-from skuda.dispatch.cuda.launcher import LaunchSetup, Parameters, Send, launch_of
+from skuda.dispatch.cuda.launcher import Engine, LaunchSetup, Sender, launch_of
 from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.launch_cache import FirstRun, PositionalCall
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import DriverError, InvalidProblem, NotPrepared, SkudaError
+from skuda.registry.errors import InvalidProblem, NotPrepared
 
 _MOST_SHARED = 48 << 10
 """Bytes of shared memory that a block gets without opting in."""
-
-Bound = Callable[[int, object], None]
-"""Enqueues a step with fixed parameters. It takes the handle and the stream, as `Send` does."""
-
-
-class Engine(Protocol):
-    """The loaded steps of one launch."""
-
-    @property
-    def sends(self) -> Sequence[Send]:
-        """The function that enqueues each step."""
-
-    def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
-        """Return a function that enqueues one step with these parameters."""
-
-
-class NoSteps:
-    """The engine of a launch without steps: a problem of no elements."""
-
-    sends = ()
-
-    def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
-        """Never called: there is no step."""
-        raise IndexError(step, parameters)
 
 
 def must_opt_in(step: Step) -> bool:
     """Whether a step needs more shared memory than a block has by default."""
     return step.shared > _MOST_SHARED
-
-
-class _Sender:
-    """Enqueues the steps of one plan, in its context.
-
-    With one card, a launch does not check the thread's context first. If the driver refuses the launch because of a
-    wrong context, it is repeated in the right one. With several cards, the context is checked first.
-    """
-
-    def __init__(self, op: str, engine: Engine, driver: Driver, context: int, *, waits: bool = False) -> None:
-        self._op, self._engine, self._driver, self._context, self._waits = op, engine, driver, context, waits
-        self.plain = driver.device_count == 1 and not waits
-
-    @property
-    def sends(self) -> Sequence[Send]:
-        """The function that enqueues each step."""
-        return self._engine.sends
-
-    def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
-        """Enqueue every step in the context. Wait if the arrays' library has no streams."""
-        with self._driver.using(self._context):
-            self._send(parameters, handle, stream)
-            if self._waits:
-                self._driver.synchronize(handle)
-
-    def send(self, parameters: Parameters, handle: int, stream: object) -> None:
-        """Enqueue every step. Enter the context only if necessary."""
-        if not self.plain:
-            self.enqueue(parameters, handle, stream)
-            return
-        try:
-            self._send(parameters, handle, stream)
-        except Exception as error:  # noqa: BLE001  an error of PyCUDA or the driver
-            self.again(error, parameters, handle, stream)
-
-    def again(self, error: Exception, parameters: Parameters, handle: int, stream: object) -> None:
-        """Repeat a failed run if the thread's context was wrong. Otherwise raise the error."""
-        self.trouble(error)
-        self.enqueue(parameters, handle, stream)
-
-    def trouble(self, error: Exception) -> None:
-        """Raise an error unless it may come from a wrong context."""
-        if isinstance(error, SkudaError) and not isinstance(error, DriverError):
-            raise error
-        if self._driver.current() == self._context:
-            raise DriverError(f"launching {self._op}", str(error)) from error
-
-    def _send(self, parameters: Parameters, handle: int, stream: object) -> None:
-        for send, each in zip(self.sends, parameters, strict=True):
-            send(each, handle, stream)
 
 
 class CudaRunner:
@@ -127,8 +52,12 @@ class CudaRunner:
         return Binder(self._problem, self._launch, self._ordinal)
 
     @cached_property
-    def _sender(self) -> _Sender:
-        return _Sender(self._op, self._engine, self._driver, self._context)
+    def _sender(self) -> Sender:
+        return Sender(self._op, self._engine, self._driver, self._context)
+
+    @cached_property
+    def _waiting(self) -> Sender:
+        return Sender(self._op, self._engine, self._driver, self._context, waits=True)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -177,9 +106,9 @@ class CudaRunner:
         like = call if positions is None else self._binder.at_positions(call, positions)
         return FirstRun(result, None if like is None else launch_of(like, setup, positions), call.placed)
 
-    def _run(self, arrays: Mapping[str, object], stream: object) -> tuple[object, CheckedCall, _Sender]:
+    def _run(self, arrays: Mapping[str, object], stream: object) -> tuple[object, CheckedCall, Sender]:
         call = self._bound(arrays)
-        sender = self._sender_for(call.framework)
+        sender = self._waiting if call.framework.waits else self._sender
         # Checked arrays need not be recognized, and some kinds never are.
         values = call.values(arrays)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
@@ -229,12 +158,7 @@ class CudaRunner:
 
         return launch
 
-    def _sender_for(self, framework: Framework) -> _Sender:
-        if not framework.waits:
-            return self._sender
-        return _Sender(self._op, self._engine, self._driver, self._context, waits=True)
-
-    def _send(self, sender: _Sender, call: CheckedCall, values: list[Any], handle: int, stream: object) -> None:
+    def _send(self, sender: Sender, call: CheckedCall, values: list[Any], handle: int, stream: object) -> None:
         if self._scratch is None:
             sender.send(call.parameters(values), handle, stream)
             return

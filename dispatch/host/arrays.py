@@ -31,11 +31,8 @@ UNWRAPPED = "be an ordinary tensor: pass one of those that it wraps"
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-_KINDS: dict[str, Any] = {
-    **{name: name for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
-    **{name: name for name in ("float16", "float32", "float64")},
-    "bfloat16": _BFLOAT16,
-}
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_NAMES = ("bool", *_INTEGERS, "float16", "bfloat16", "float32", "float64")
 _DTYPES: dict[Any, np.dtype[Any]] = {}
 """The dtypes of NumPy by those of torch, once torch is imported."""
 
@@ -200,7 +197,7 @@ def tensor_view(tensor: Any) -> npt.NDArray[Any]:
     """
     torch = sys.modules["torch"]
     if not _DTYPES:
-        _DTYPES.update({getattr(torch, name): np.dtype(kind) for name, kind in _KINDS.items()})
+        _DTYPES.update({getattr(torch, name): np.dtype(name) for name in _NAMES})
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_neg():
         found: npt.NDArray[Any] = tensor.detach().numpy()  # which says why not

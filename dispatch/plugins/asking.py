@@ -1,18 +1,21 @@
 """Calls the methods of backends. Whatever a backend raises or returns, the dispatcher gets a value or `Misbehaved`.
 
-Output that a backend prints in a call goes to standard error. Its texts become single lines.
+Its texts become single lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend, BackendStatus
-from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.registry.device import Device
 from skuda.registry.errors import SkudaError
-from skuda.registry.text import one_line
+from skuda.registry.text import one_line, shown
 
 KERNELS = "skuda.kernels"
 """The entry-point group of kernels."""
@@ -25,6 +28,28 @@ class Misbehaved(Exception):
     def __init__(self, backend: str, message: str) -> None:
         super().__init__(message)
         self.backend = backend
+
+
+@contextmanager
+def kept_clean() -> Iterator[None]:
+    """Send to standard error what this block prints, also by C code and child processes.
+
+    In a program with several threads nothing is redirected, because the others print, too.
+    """
+    if threading.active_count() > 1:
+        yield
+        return
+    saved = None
+    with redirect_stdout(sys.stderr):
+        try:
+            with suppress(OSError):  # a program can run without these descriptors
+                saved = os.dup(1)
+                os.dup2(2, 1)
+            yield
+        finally:
+            if saved is not None:
+                os.dup2(saved, 1)
+                os.close(saved)
 
 
 def ask(backend: Backend, question: str, *asked: Any) -> Any:
@@ -45,12 +70,10 @@ def ask(backend: Backend, question: str, *asked: Any) -> Any:
             raise Misbehaved(backend.spec.name, f"{question}() raised {error_text(error)}") from error
         try:
             return taken(found, backend)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except Exception as error:
             wanted = kind.format(processor=backend.spec.processor)
-            had = _shown(repr, found)[:80]
-            raise Misbehaved(backend.spec.name, f"{question}() must return {wanted}; had {had}") from error
+            message = f"{question}() must return {wanted}; had {shown(found)}"
+            raise Misbehaved(backend.spec.name, message) from error
 
 
 def _status(found: Any, _: Backend) -> BackendStatus:
@@ -103,19 +126,10 @@ _ANSWERS: dict[str, tuple[Callable[[Any, Backend], Any], str]] = {
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's type and text on one line, even if its ``__str__`` fails or exits."""
-    return one_line(f"{_kind(error)}: {_shown(str, error)}")
-
-
-def _shown(show: Callable[[Any], str], value: Any) -> str:
+    """Return an error's type and text on one line, even if its ``__str__`` fails."""
+    kind = type(error).__name__
     try:
-        return one_line(show(value))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001  a plug-in's object may do anything here too
-        return f"(a {_kind(value)} that cannot be shown)"
-
-
-def _kind(value: object) -> str:
-    """Return the name of a value's type. A metaclass may run any code for it."""
-    return one_line(type.__dict__["__name__"].__get__(type(value)))
+        text = str(error)
+    except Exception:  # noqa: BLE001  a plug-in's object may do anything here too
+        text = f"(a {kind} that cannot be shown)"
+    return one_line(f"{kind}: {text}")

@@ -21,8 +21,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions, entry_po
 from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend
-from skuda.dispatch.plugins.asking import KERNELS, error_text
-from skuda.dispatch.plugins.stdout import kept_clean
+from skuda.dispatch.plugins.asking import KERNELS, error_text, kept_clean
 from skuda.dispatch.settings import plugin_enabled
 from skuda.dispatch.system.interrupts import held_back
 from skuda.registry.backend import BackendSpec

@@ -7,13 +7,12 @@ import platform
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from skuda.dispatch.compile.compilers import find_nvcc
+from skuda.dispatch.compile.compilers import find_nvcc, nvrtc_version, version_of
 from skuda.dispatch.cuda.driver import driver
 from skuda.dispatch.settings import bundle_names
 from skuda.registry.device import Device
@@ -111,24 +110,16 @@ def versions(more: Iterable[str] = ()) -> dict[str, str]:
     `more` are further distributions to look for.
     """
     found = {"python": platform.python_version()}
-    found |= {name: version for name in (*_PACKAGES, *more) if (version := _version(name))}
+    found |= {name: version for name in (*_PACKAGES, *more) if (version := version_of(name))}
     nvcc = find_nvcc()
     if nvcc is not None:
         found["nvcc"] = nvcc.version
-    nvrtc = _version("nvidia-cuda-nvrtc") or _version("nvidia-cuda-nvrtc-cu12")
-    if nvrtc:
-        found["nvrtc"] = nvrtc
+    if nvrtc_version():
+        found["nvrtc"] = nvrtc_version()
     # Cubins from a bundle were not compiled by these compilers.
     return found | ({"bundle": os.pathsep.join(bundle_names())} if bundle_names() else {})
 
 
 def skuda_version() -> str:
     """Return the version of skuda; ``unknown`` if it is not installed."""
-    return _version("skuda") or "unknown"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    return version_of("skuda") or "unknown"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -10,8 +10,6 @@ from skuda.dispatch.preference import PlanPreference
 from skuda.registry.device import Device
 from skuda.registry.reason import Reason
 from skuda.registry.value import Real, Value
-
-_set = object.__setattr__
 
 
 class Decision(Value):
@@ -30,16 +28,6 @@ class Decision(Value):
     sku: str
     rank: int | None = None
     reasons: tuple[Reason, ...] = ()
-
-    @classmethod
-    def judged(cls, sku: str, rank: int | None, reasons: tuple[Reason, ...]) -> Self:
-        """Return a decision without validation, which would dominate the time of a long explanation."""
-        decision = cls.__new__(cls)
-        _set(decision, "__dict__", {"sku": sku, "rank": rank, "reasons": reasons})
-        _set(decision, "__pydantic_fields_set__", {"sku", "rank", "reasons"})
-        _set(decision, "__pydantic_extra__", None)
-        _set(decision, "__pydantic_private__", None)
-        return decision
 
     @property
     def accepted(self) -> bool:

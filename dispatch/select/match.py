@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
@@ -28,22 +28,14 @@ class Pick(NamedTuple):
     reason: str = ""  # the measurement that chose it; empty if the ranking did
 
 
-class Unavailable:
+class Unavailable(dict[str, tuple[str, str]]):
     """The backends, by name, and kernels, by id, that cannot be used here, each with (remedy, reason).
 
-    It never changes, so a selection that depends on it can be cached.
+    It never changes, so a selection that depends on it can be cached by its identity.
     """
 
-    def __init__(self, found: Mapping[str, tuple[str, str]] | None = None) -> None:
-        self._found = dict(found or {})
-
-    def get(self, name: str) -> tuple[str, str] | None:
-        """Return the remedy and the reason for a backend or kernel, or None if it can be used."""
-        return self._found.get(name)
-
-    def and_also(self, more: Mapping[str, tuple[str, str]]) -> Unavailable:
-        """Return these obstacles and more."""
-        return Unavailable(self._found | dict(more))
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a dict has none
+    __eq__ = object.__eq__
 
 
 ALL_AVAILABLE = Unavailable()
@@ -52,16 +44,10 @@ _KEY_PARTS: tuple[ReasonCode, ...] = ("element", "aux_element", "layout", "epilo
 """The parts of a functional key after category and op, in its order."""
 
 
-class _Part(dict[str | None, tuple[Reason, ...]]):
-    """The reasons against each value of one part of the key, computed on first use."""
-
-    def __init__(self, field: str, code: ReasonCode, had: str | None) -> None:
-        super().__init__({had: ()})
-        self._field, self._code, self._had = field, code, str(had)
-
-    def __missing__(self, wanted: str | None) -> tuple[Reason, ...]:
-        found = self[wanted] = (Reason(code=self._code, field=self._field, wanted=str(wanted), had=self._had),)
-        return found
+@lru_cache(maxsize=1024)
+def _unlike(code: ReasonCode, field: str, wanted: str, had: str) -> Reason:
+    """Return the reason against kernels of another key. Many kernels share it."""
+    return Reason(code=code, field=field, wanted=wanted, had=had)
 
 
 class _Circumstances:
@@ -72,34 +58,26 @@ class _Circumstances:
         # For a card that is not here, the software of this machine does not matter.
         self._obstacles = obstacles if device.ordinal is not None else ALL_AVAILABLE
         self._requires = preference.require != NO_PREFERENCE.require
-        self._by_arch: dict[ArchSku, tuple[Reason, ...]] = {}
-        self._by_backend: dict[str, tuple[Reason, ...]] = {}
+        self._by_arch = cache(lambda arch: tuple(self._arch_reasons(arch)))
+        self._by_backend = cache(lambda backend: tuple(self._backend_reasons(backend)))
 
     def reasons_against(self, sku: KernelSku) -> tuple[Reason, ...]:
-        by_arch = self._by_arch.get(sku.arch)
-        if by_arch is None:
-            by_arch = self._by_arch[sku.arch] = tuple(self._arch_reasons(sku))
-        by_backend = self._by_backend.get(sku.backend)
-        if by_backend is None:
-            by_backend = self._by_backend[sku.backend] = tuple(self._backend_reasons(sku))
-        shared = by_arch + by_backend + self._obstacle(sku.id)
+        shared = self._by_arch(sku.arch) + self._by_backend(sku.backend) + self._obstacle(sku.id)
         return shared if self.preference is NO_PREFERENCE else (*shared, *self._preference_reasons(sku))
 
-    def _arch_reasons(self, sku: KernelSku) -> Iterator[Reason]:
+    def _arch_reasons(self, arch: ArchSku) -> Iterator[Reason]:
         # A CUDA device of unknown capability runs nothing; it must not be treated as a CPU.
-        same_processor = (sku.arch is ArchSku.CPU) is (self.device.processor == "cpu")
-        if not same_processor or not sku.arch.runs_on(self.device.compute_capability):
-            yield Reason(code="arch", field="device", wanted=sku.arch.describe(), had=self.device.describe())
-        if sku.arch.is_specific and not self.preference.allow_arch_specific:
-            yield Reason(
-                code="preference", field="preference.allow_arch_specific", wanted="False", had=f"{sku.arch} only"
-            )
+        same_processor = (arch is ArchSku.CPU) is (self.device.processor == "cpu")
+        if not same_processor or not arch.runs_on(self.device.compute_capability):
+            yield Reason(code="arch", field="device", wanted=arch.describe(), had=self.device.describe())
+        if arch.is_specific and not self.preference.allow_arch_specific:
+            yield Reason(code="preference", field="preference.allow_arch_specific", wanted="False", had=f"{arch} only")
 
-    def _backend_reasons(self, sku: KernelSku) -> Iterator[Reason]:
+    def _backend_reasons(self, backend: str) -> Iterator[Reason]:
         wanted = self.preference.backend
-        if wanted is not None and sku.backend != wanted:
-            yield Reason(code="preference", field="preference.backend", wanted=wanted, had=sku.backend)
-        yield from self._obstacle(sku.backend)
+        if wanted is not None and backend != wanted:
+            yield Reason(code="preference", field="preference.backend", wanted=wanted, had=backend)
+        yield from self._obstacle(backend)
 
     def _obstacle(self, name: str) -> tuple[Reason, ...]:
         found = self._obstacles.get(name)
@@ -118,16 +96,15 @@ class _Rules:
     def __init__(self, problem: Descriptor, device: Device, preference: PlanPreference, obstacles: Unavailable) -> None:
         self.problem, self._circumstances = problem, _Circumstances(device, preference, obstacles)
         parts = zip(_KEY_PARTS, problem.key()[2:], strict=True)
-        self._parts = tuple(_Part(key_field(type(problem), code), code, had) for code, had in parts)
-        self._by_key: dict[FunctionalKey, tuple[Reason, ...]] = {}
+        self._parts = tuple((key_field(type(problem), code), code, had) for code, had in parts)
 
     def reasons_against(self, sku: KernelSku) -> tuple[Reason, ...]:
         """Return every reason why `sku` cannot be used; empty if it can."""
-        by_key = self._by_key.get(sku.key)
-        if by_key is None:
-            element, aux, layout, epilogue = self._parts
-            by_key = element[sku.element] + aux[sku.aux_element] + layout[sku.layout] + epilogue[sku.epilogue]
-            self._by_key[sku.key] = by_key
+        by_key = (
+            _unlike(code, field, str(wanted), str(had))
+            for (field, code, had), wanted in zip(self._parts, sku.key[2:], strict=True)
+            if wanted != had
+        )
         return (*by_key, *self._circumstances.reasons_against(sku), *self._size_reasons(sku))
 
     def _size_reasons(self, sku: KernelSku) -> Iterator[Reason]:
@@ -232,7 +209,7 @@ def explain(
     for sku in registry.skus_of(problem.op_name()):
         reasons = rules.reasons_against(sku)
         if reasons:
-            refused.append(Decision.judged(sku.id, None, reasons))
+            refused.append(Decision.unchecked(sku=sku.id, rank=None, reasons=reasons))
         else:
             accepted.append(sku)
     # Among equally many reasons, first the ones that the caller can remove without changing the problem.
@@ -246,7 +223,7 @@ def explain(
         problem=as_json(problem),
         device=device,
         preference=preference,
-        decisions=(*(Decision.judged(sku.id, rank, ()) for rank, sku in enumerate(accepted)), *refused),
+        decisions=(*(Decision.unchecked(sku=sku.id, rank=at, reasons=()) for at, sku in enumerate(accepted)), *refused),
         notes=notes,
         registry=registry.digest,
         verdict=verdict,

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.select.explanation import Measured, Verdict
 from skuda.dispatch.select.match import Pick
 from skuda.dispatch.select.tuning import Candidate, Tuning, TuningEntry
+from skuda.kernels.sources import source_hash
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
 from skuda.registry.guarantee import falls_short

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +33,7 @@ Microseconds = Annotated[Real, Field(gt=0)]
 _KIND = ("skuda tuning", 1)
 _LARGEST = 64 << 20
 _TOLD = 200
+_short = partial(one_line, most=_TOLD)
 
 
 def _identity(text: str) -> str:
@@ -78,7 +79,7 @@ class Candidate(Value):
     sku: Annotated[str, AfterValidator(_identity)]  # id of the kernel
     choice: Line = ""  # name of the configuration; empty if the kernel has only one
     source_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """See `skuda.dispatch.compile.sources.source_hash`; the times apply only while it is unchanged."""
+    """See `skuda.kernels.sources.source_hash`; the times apply only while it is unchanged."""
     timing: Timing | None = None  # the times; None if it was refused
     refused: Line = ""  # why it was not timed: a wrong result or an error
 
@@ -260,12 +261,6 @@ def _path(given: object) -> Path:
 def key_of(problem: Mapping[str, Any]) -> str:
     """Return the key of a problem in JSON values: a text that is equal for equal problems."""
     return json.dumps(problem, sort_keys=True, separators=(",", ":"))
-
-
-def _short(text: str) -> str:
-    """Return the beginning of a text as one printable line."""
-    text = re.sub(r"[^ -~]", "?", text)
-    return text if len(text) <= _TOLD else f"{text[:_TOLD]}..."
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

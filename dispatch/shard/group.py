@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
+from skuda.registry.value import expect
 
 _MOST_REASON = 2000
 
@@ -128,8 +129,7 @@ def check_array(method: str, array: Any, kinds: tuple[type, ...], s32: object = 
 
 def check_text(method: str, argument: str, given: object) -> None:
     """Check that an argument is a string."""
-    if not isinstance(given, str):
-        raise InvalidProblem(f"Group.{method}", argument, shown(given), "be a string")
+    expect(f"Group.{method}", argument, given, str, "be a string")
 
 
 def check_sizes(

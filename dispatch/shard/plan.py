@@ -284,9 +284,8 @@ class BoundShards:
             if isinstance(like, np.ndarray):
                 self._known[key] = np.full(shape, value, storage_dtype(element))
             else:
-                torch = sys.modules["torch"]
-                dtype = {"s8": torch.int8, "s32": torch.int32, "f32": torch.float32, "f64": torch.float64}[element]
-                self._known[key] = torch.full(shape, value, dtype=dtype, device=like.device)
+                torch, name = sys.modules["torch"], storage_dtype(element).name
+                self._known[key] = torch.full(shape, value, dtype=getattr(torch, name), device=like.device)
         return self._known[key]
 
     def _steps(self, arrays: Mapping[str, Any], stream: object) -> RankWork:
@@ -327,11 +326,8 @@ class BoundShards:
             return run("quantize", len(data), input=data, amax=amax)[:2]
 
         def quantize_rows(data: Any) -> Any:
-            return (
-                run("quantize_rows", len(data), input=data)[:2]
-                if "quantize_rows" in names
-                else quantize(data, amax(data))
-            )
+            step = "quantize_rows"
+            return run(step, len(data), input=data)[:2] if step in names else quantize(data, amax(data))
 
         return RankWork(
             amax=amax,

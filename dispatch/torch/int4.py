@@ -6,7 +6,7 @@ from torch import nn
 
 from skuda.torch.formats.int4 import Int4
 from skuda.torch.formats.levels import Int4Weight, from_grouped, int4_weight
-from skuda.torch.int8_linear import DynamicLinear, check_linear
+from skuda.torch.linear.int8_linear import DynamicLinear, check_linear
 
 __all__ = ["Int4Weight", "from_grouped", "int4_linear", "int4_weight"]
 

@@ -35,7 +35,7 @@ from skuda.kernels.attention.cache import HEAD_SIZES, PAGE
 from skuda.kernels.attention.rope_quantize_append import RopeQuantizeAppendDescriptor
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.dtypes import element_of
+from skuda.torch.ops.dtypes import element_of
 from skuda.vllm.linear_kernel import logger
 from skuda.vllm.status import missing
 from skuda.vllm.warming import prepare, select, want

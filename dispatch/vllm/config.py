@@ -20,7 +20,7 @@ from skuda.dispatch.system.interrupts import held_back
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.formats import INT8, quantizer
-from skuda.torch.scheme import ActivationScheme, Scheme
+from skuda.torch.hf.scheme import ActivationScheme, Scheme
 from skuda.vllm.status import NAME
 
 if TYPE_CHECKING:

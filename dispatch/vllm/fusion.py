@@ -24,9 +24,9 @@ from vllm.platforms import current_platform
 
 import skuda
 from skuda.dispatch.settings import fuses_in_vllm
-from skuda.torch import graph as graphs
-from skuda.torch import patterns
-from skuda.torch.fuse import Fusion
+from skuda.torch.fuse import graph as graphs
+from skuda.torch.fuse import patterns
+from skuda.torch.fuse.fuse import Fusion
 from skuda.vllm.status import NAME
 from skuda.vllm.warming import prepare, problems_of, select, want
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.utils import set_weight_attrs
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.tensor_op import OPS
+from skuda.torch.ops.tensor_op import OPS
 from skuda.vllm import loading
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, nonfinite
 from skuda.vllm.warming import want

@@ -17,8 +17,8 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8Sca
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
-from skuda.torch.dtypes import element_of
 from skuda.torch.formats import INT8, WeightFormat
+from skuda.torch.ops.dtypes import element_of
 from skuda.vllm import fusion, loading
 from skuda.vllm.status import missing
 

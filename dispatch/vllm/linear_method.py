@@ -25,11 +25,11 @@ from vllm.model_executor.parameter import PackedvLLMParameter
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.dtypes import element_of
 from skuda.torch.formats import INT8, TO_INT8, Quantizer, WeightFormat
 from skuda.torch.formats.int8 import Q_MAX
-from skuda.torch.ops import TAGS
-from skuda.torch.registering import registering
+from skuda.torch.ops.dtypes import element_of
+from skuda.torch.ops.registered import TAGS
+from skuda.torch.ops.registering import registering
 from skuda.vllm import loading
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, logger
 

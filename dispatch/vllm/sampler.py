@@ -22,8 +22,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from skuda.registry.descriptor import Descriptor
-from skuda.torch.sampling import as_top_k
-from skuda.torch.tensor_op import OPS
+from skuda.torch.ops.sampling import as_top_k
+from skuda.torch.ops.tensor_op import OPS
 
 logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
 _LEAST_TEMPERATURE = 1e-5

@@ -22,7 +22,7 @@ from skuda.dispatch.telemetry import KERNELS
 from skuda.functional import default_dispatcher
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import SkudaError
-from skuda.torch.tensor_op import OPS
+from skuda.torch.ops.tensor_op import OPS
 
 logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
 

@@ -45,13 +45,13 @@ def asked(dispatcher, problem, device):
     """The kernel of a problem, without `needed`."""
     runtime = dispatcher._runtime
     pick = match.choose(runtime.registry, problem, device, NO_PREFERENCE, runtime.obstacles)
-    return pick and (pick.sku, runtime.kernel_of(pick.sku, problem, device, pick.choice)[0])
+    return pick and (pick.sku, runtime.backends[pick.sku.backend].kernel_of(pick.sku, problem, device, pick.choice)[0])
 
 
 def kernels(dispatcher, rows, device):
     runtime = dispatcher._runtime
     found = needed(dispatcher._planner, runtime, rows, device)
-    return {(each.sku, runtime.kernel_of(each.sku, each.problem, device, each.choice)[0]) for each in found}
+    return {(each.sku, each.flags) for each in found}
 
 
 @pytest.mark.parametrize("name", [*OPS, *PLANTED])

@@ -22,7 +22,7 @@ from toykernels import scaled as toy
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.cuda import driver as cuda_driver
 from skuda.dispatch.system import forks
-from skuda.dispatch.system.locks import Locks, lock
+from skuda.dispatch.system.locks import lock
 from skuda.registry.errors import DriverError
 from skuda.registry.source import resolve
 
@@ -73,27 +73,21 @@ def test_a_child_selects_what_another_thread_was_selecting():
     assert dispatcher.select(PROBLEM).problem == PROBLEM
 
 
-def test_locks_held_by_other_threads_are_open_in_a_child():
-    single, named = lock(), Locks()
+def test_a_lock_held_by_another_thread_is_open_in_a_child():
+    shared = lock()
     held, done = threading.Event(), threading.Event()
 
     def hold():
-        with single, named.of("a name"):
+        with shared:
             held.set()
             done.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(60)
-
-    def takes():
-        with single, named.of("a name"):
-            return True
-
     try:
-        assert in_child(takes) == 0
-        assert single.locked()
-        assert named.of("a name").locked()
+        assert in_child(lambda: shared.acquire(timeout=10)) == 0
+        assert shared.locked()
     finally:
         done.set()
         thread.join()

@@ -220,7 +220,7 @@ def test_an_application_can_have_the_lines_without_the_setting(registry, caplog)
 def test_compilations_and_what_the_cache_had_are_logged(tmp_path, monkeypatch, caplog):
     backend = CudaCoreBackend(CubinCache(tmp_path))
     fake_compiler(monkeypatch, backend)
-    monkeypatch.setattr("skuda.dispatch.compile.provider.placed", lambda sku, steps, cubin: steps)
+    monkeypatch.setattr("skuda.dispatch.compile.provider.read_kernels", lambda _: {})
     problem, device = cuda_toy.ScaledDescriptor(numel=8), device_named("h200")
     sku = next(sku for sku in Registry(cuda_toy.ops(), origin="toy") if sku.backend == "cuda_core")
     launch = backend.launch_of(sku, problem, device)

@@ -129,7 +129,7 @@ def test_a_warm_call_takes_few_hops():
 
 def test_a_warm_layer_takes_few_hops():
     torch = pytest.importorskip("torch")
-    from skuda.torch.int8_linear import DynamicLinear
+    from skuda.torch.linear.int8_linear import DynamicLinear
 
     layer, x = DynamicLinear.from_linear(torch.nn.Linear(16, 8)), torch.ones(2, 3, 16)
     with torch.no_grad():

@@ -5,7 +5,7 @@ from inspect import signature
 import torch
 import transformers
 
-from skuda.torch.attention import NAME
+from skuda.torch.attention.interface import NAME
 
 CACHE = next(
     each for each in ("cache", "past_key_values") if each in signature(transformers.LlamaModel.forward).parameters

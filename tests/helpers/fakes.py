@@ -21,7 +21,7 @@ from skuda.dispatch.cuda.driver import Capture
 from skuda.dispatch.cuda.packing import packer
 from skuda.dispatch.cuda.runner import CudaRunner
 from skuda.dispatch.launch_cache import LaunchCache
-from skuda.dispatch.plan import Plan
+from skuda.dispatch.plan import Plan, Ready
 from skuda.dispatch.preference import NO_PREFERENCE
 from skuda.kernels.launch import Launch
 from skuda.registry import CompileError, Registry
@@ -223,7 +223,8 @@ class Rig:
         self.engine = FakeEngine(launch, self.driver)
         self.runner = CudaRunner(problem, launch, self.engine, self.driver, (0, CONTEXT))
         self.launches = LaunchCache()
-        self.plan = Plan.prepared(toy_sku(), problem, DEVICE, NO_PREFERENCE, self.runner, launches=self.launches)
+        ready = Ready(self.runner, self.launches)
+        self.plan = Plan.prepared(ready, sku=toy_sku(), problem=problem, device=DEVICE, preference=NO_PREFERENCE)
 
     def run(self, stream: object = None, **arrays: Any) -> Any:
         return self.plan.run(stream=stream, **arrays)

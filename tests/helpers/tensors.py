@@ -18,7 +18,7 @@ from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Descriptor
 from skuda.torch import calibrate
-from skuda.torch.tensor_op import OPS
+from skuda.torch.ops.tensor_op import OPS
 
 REGISTRY = built_in_registry().ops
 NAMES = tuple(OPS)

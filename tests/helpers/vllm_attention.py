@@ -187,7 +187,7 @@ def drawn(rng, layers, tokens, dtype=torch.bfloat16):
 
 def by_transformers(given, window=None):
     """The same attention of one layer and sequence by `skuda.torch.attention`, and the cache that it used."""
-    from skuda.torch.attention import Int8Cache, attention
+    from skuda.torch.attention.interface import Int8Cache, attention
 
     text = SimpleNamespace(num_hidden_layers=1, sliding_window=window, is_causal=True)
     text.get_text_config = lambda decoder: text

@@ -34,9 +34,9 @@ from support import (
     zero_points,
 )
 
-from skuda.dispatch.compile.sources import read_source
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.sources import read_source
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Role
 from skuda.registry.device import Device

@@ -13,9 +13,9 @@ from harness import emulator
 from paths import ROOT
 from support import assert_same_bits, fresh, sampled
 
-from skuda.dispatch.compile.sources import read_source
 from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.kernels.quantize import curves
+from skuda.kernels.sources import read_source
 from skuda.registry.elements import ElementKind
 
 CURVES = ("silu", "gelu", "gelu_tanh")

@@ -9,8 +9,8 @@ from harness.binding import launch_of
 from harness.resources import cases_of
 from support import built_in_ops, fresh
 
-from skuda.dispatch.compile.sources import read_source
 from skuda.kernels.linear.problem import longest_k
+from skuda.kernels.sources import read_source
 from skuda.registry.arch import ArchSku
 from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.elements import ElementKind

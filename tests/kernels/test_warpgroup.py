@@ -20,6 +20,7 @@ from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.compile import compilers as compiling
 from skuda.dispatch.cuda import tensor_maps
 from skuda.dispatch.cuda.packing import packer, parameter_layout
+from skuda.dispatch.plan import Ready
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import MOST_ZEROS, Constant, Pointer, Step, TensorMap
 from skuda.kernels.linear import hopper, mma, streamed, warpgroup
@@ -361,7 +362,8 @@ class Runner:
 
 def plan_of(runner, following=None):
     sku = next(iter(Dispatcher().registry.skus_of("smoothquant_linear")))
-    return Plan.prepared(sku, static(), DEVICE, PlanPreference(), runner, lambda: following)
+    ready = Ready(runner, following=lambda: following)
+    return Plan.prepared(ready, sku=sku, problem=static(), device=DEVICE, preference=PlanPreference())
 
 
 def test_a_plan_hands_unaligned_arrays_to_the_next_kernel():

@@ -123,7 +123,7 @@ def of_model(folder: Path, text: str, starts: Sequence[int]) -> dict[str, float]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from skuda.torch.attention import NAME
+    from skuda.torch.attention.interface import NAME
 
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[0]
     windows = [ids[None, start : start + _WINDOW] for start in starts]

@@ -31,8 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import skuda.torch as st
 from skuda.tools.bench.clock import CudaClock, HostClock
-from skuda.torch.attention import Int8Cache
-from skuda.torch.exact import exact_
+from skuda.torch.attention.interface import Int8Cache
+from skuda.torch.exact.exact import exact_
 
 CACHE = next(name for name in ("cache", "past_key_values") if name in signature(LlamaForCausalLM.forward).parameters)
 Call = Callable[[], Any]

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from skuda.dispatch import Device, Dispatcher
-from skuda.dispatch.compile.sources import read_source, source_hash
 from skuda.dispatch.select.environment import versions
 from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.sources import read_source, source_hash
 from skuda.tools.bench.record import BenchRecord, CaseResult
 from skuda.tools.verify.evidence import EvidenceFile, SkuEvidence
 from skuda.tools.verify.fingerprint import reference_hash

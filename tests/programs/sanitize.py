@@ -28,10 +28,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.select.environment import driver_version
 from skuda.dispatch.system import programs
 from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.sources import source_hash
 from skuda.tools.files import write_whole
 from skuda.tools.verify.evidence import EvidenceFile
 

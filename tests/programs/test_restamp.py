@@ -10,8 +10,8 @@ from paths import ROOT
 from restamp import Answer, fate_of, without_repeated
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.compile.sources import source_hash
 from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.sources import source_hash
 from skuda.tools.verify.evidence import EvidenceFile, load_records
 from skuda.tools.verify.stamps import stamp
 

@@ -23,8 +23,8 @@ from skuda.dispatch.shard.shards import span
 from skuda.kernels.linear import QuantizedLinearDescriptor
 from skuda.registry import InvalidProblem
 from skuda.torch import TorchGroup
-from skuda.torch import group as group_module
-from skuda.torch.peers import Peers
+from skuda.torch.distributed import group as group_module
+from skuda.torch.distributed.peers import Peers
 
 PROBLEM = QuantizedLinearDescriptor(m=3, c_out=4, k=48, q_min=-127, q_max=127, activation_element="f32")
 INPUTS = {

@@ -23,13 +23,13 @@ from support import fresh
 def check_ops(ours):
     """Every op is registered once, and the layers on them run forward and backward."""
     registry = importlib.import_module("torch._library.simple_registry").singleton
-    for op in ours.tensor_op.OPS.values():
+    for op in ours.ops.tensor_op.OPS.values():
         for name in op.schemas:
             for key in ("CPU", "CUDA", "Meta", "AutogradCPU", "AutogradNestedTensor", "FuncTorchBatched"):
                 assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"skuda::{name}", key), (name, key)
-            assert op.state or "TensorOp.before" in ours.ops.overload_of(name)._op.__qualname__, name
+            assert op.state or "TensorOp.before" in ours.ops.registering.overload_of(name)._op.__qualname__, name
             assert len(registry.find(f"skuda::{name}").fake_impl.kernels) == 1, name
-    assert ours.graph._RANGE is torch.ops.skuda.dynamic_range.default
+    assert ours.fuse.graph._RANGE is torch.ops.skuda.dynamic_range.default
     assert torch.ops.skuda.smooth(torch.ones(3, 2, device="meta"), torch.ones(2, device="meta")).shape == (3, 2)
     x = torch.randn(3, 16, requires_grad=True)
     for config in (ours.Dynamic(), ours.Mixed()):
@@ -63,7 +63,7 @@ def check_peft(ours):
         assert "skuda" not in function.__wrapped__.__globals__["__name__"]
 
 
-CHECKS = {"skuda.torch.transformers": check_transformers, "skuda.torch.peft": check_peft}
+CHECKS = {"skuda.torch.hf.transformers": check_transformers, "skuda.torch.hf.peft": check_peft}
 
 
 def interrupt(module, parts, at, *, error):
@@ -85,7 +85,8 @@ def interrupt(module, parts, at, *, error):
         importlib.import_module(module)
         for name, each in sys.modules.items():
             package, _, own = name.rpartition(".")
-            assert package.partition(".")[0] != "skuda" or getattr(sys.modules[package], own) is each, name
+            if package in ("skuda", "skuda.torch"):
+                assert getattr(sys.modules[package], own) is each, name
         check_ops(sys.modules["skuda.torch"])
         if module in CHECKS:
             CHECKS[module](sys.modules[module])

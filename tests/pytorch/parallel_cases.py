@@ -24,8 +24,8 @@ from skuda.torch import (
     quantize_,
     save,
 )
-from skuda.torch.checkpoint import TENSORS
-from skuda.torch.exact import exact_
+from skuda.torch.exact.exact import exact_
+from skuda.torch.hf.checkpoint import TENSORS
 from skuda.torch.int4 import int4_linear
 
 WEIGHTS = ("int8", "int4")

@@ -16,8 +16,8 @@ from transformers.quantizers import auto
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import Dynamic, load_, quantize_, save, scheme
-from skuda.torch.joined import int8_layers
-from skuda.torch.transformers import _CompressedTensorsConfig, convert_
+from skuda.torch.hf.transformers import _CompressedTensorsConfig, convert_
+from skuda.torch.linear.joined import int8_layers
 
 CONFIGS = {"int8": Dynamic(), "int4": Dynamic(weights="int4", group_size=32, symmetric=True)}
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers.masking_utils import create_causal_mask
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.attention import NAME, Mask, attention
+from skuda.torch.attention.interface import NAME, Mask, attention
 
 GROUPS = 32
 NOT_SERVED = (

@@ -17,9 +17,9 @@ from support import fresh
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, dequantize_, fuse_, quantize_
-from skuda.torch.attention import NAME
-from skuda.torch.kv_cache import Int8Cache
-from skuda.torch.rope_attention import FusedRopeAttention
+from skuda.torch.attention.interface import NAME
+from skuda.torch.attention.kv_cache import Int8Cache
+from skuda.torch.attention.rope_attention import FusedRopeAttention
 
 TURNED = "q, k and v are one product, one op does norms, rope and the cache"
 

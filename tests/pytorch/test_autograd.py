@@ -21,8 +21,8 @@ from skuda.torch import (
     mixed_linear,
     quantize_,
 )
-from skuda.torch.autograd import dequantized, round_rows
 from skuda.torch.formats.int8 import quantized_weight
+from skuda.torch.linear.autograd import dequantized, round_rows
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LEADING = ((), (3,), (0,), (1,), (2, 3), (2, 0, 3), (2, 1, 3))

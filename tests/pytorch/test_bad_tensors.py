@@ -28,7 +28,7 @@ from skuda.torch import (
     quantize_,
 )
 from skuda.torch.int4 import from_grouped, int4_linear, int4_weight
-from skuda.torch.ops import OPS
+from skuda.torch.ops.registered import OPS
 
 SKUDA = torch.ops.skuda
 X = torch.linspace(-1, 1, 64).reshape(4, 16)
@@ -179,7 +179,7 @@ def layer(config):
 
 
 def cache(*, started=True, **given):
-    kv_cache = pytest.importorskip("skuda.torch.kv_cache")
+    kv_cache = pytest.importorskip("skuda.torch.attention.kv_cache")
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 8}
     config = importlib.import_module("transformers").LlamaConfig(num_hidden_layers=1, intermediate_size=8, **sizes)
     found = kv_cache.Int8Cache(**{"config": config} | given)
@@ -224,7 +224,7 @@ CALLS = {
     ),
     "Int8Cache": (partial(cache, started=False), {"max_cache_len": 8, "offloading": False}),
     "SkudaConfig": (
-        lambda **given: pytest.importorskip("skuda.torch.transformers").SkudaConfig(**given),
+        lambda **given: pytest.importorskip("skuda.torch.hf.transformers").SkudaConfig(**given),
         {"ignore": ["a"], "weights": "int4", "group_size": 64, "symmetric": False, "exact": False},
     ),
 }

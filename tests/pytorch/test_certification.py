@@ -12,9 +12,9 @@ from skuda.kernels.attention import attention
 from skuda.kernels.quantize import norm
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, Mixed, quantize_
-from skuda.torch.certification import certify
-from skuda.torch.exact import exact_
-from skuda.torch.ways import LEFT, batches, run
+from skuda.torch.certification.certificate import certify
+from skuda.torch.certification.ways import LEFT, batches, run
+from skuda.torch.exact.exact import exact_
 
 
 def exact(rng, family="Llama", config=None, **more):

@@ -23,7 +23,7 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import CodesLinear, DynamicLinear, SmoothedLinear, StaticLinear, load_, save
 from skuda.torch.formats import quantizer
 from skuda.torch.formats.int8 import StoredInt8
-from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
+from skuda.torch.hf.scheme import ActivationScheme, Scheme, SchemeGroup
 
 DYNAMIC = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, StoredInt8()),))
 

@@ -26,7 +26,7 @@ from skuda.torch import (
     parallelize_,
     quantize_,
 )
-from skuda.torch.transformers import SkudaConfig
+from skuda.torch.hf.transformers import SkudaConfig
 
 WIDTH = 16
 

@@ -27,9 +27,9 @@ from skuda.torch import (
     fuse_,
     quantize_,
 )
-from skuda.torch.dequantized_weight import DequantizedWeight
 from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import int4_linear
+from skuda.torch.linear.dequantized_weight import DequantizedWeight
 
 N, K = 6, 10
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -98,7 +98,7 @@ def test_it_is_the_weight_that_multiplies_the_input(make, dtype):
 def test_nothing_is_computed_until_values_are_read(monkeypatch):
     layer, made = drawn(), []
     monkeypatch.setattr(
-        "skuda.torch.dequantized_weight.weight_of", lambda *_, **__: made.append(1) or torch.zeros(N, K)
+        "skuda.torch.linear.dequantized_weight.weight_of", lambda *_, **__: made.append(1) or torch.zeros(N, K)
     )
     weight = layer.weight
     _ = weight.shape, weight.dtype, weight.device, weight.ndim, weight.size(), weight.stride(), weight.numel()

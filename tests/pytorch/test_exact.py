@@ -14,9 +14,9 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, FakeQuant, Mixed, dequantize_, fuse_, load_, quantize_, save
-from skuda.torch.exact import exact_, is_exact
-from skuda.torch.kv_cache import Int8Cache
-from skuda.torch.transformers import SkudaConfig
+from skuda.torch.attention.kv_cache import Int8Cache
+from skuda.torch.exact.exact import exact_, is_exact
+from skuda.torch.hf.transformers import SkudaConfig
 
 CONFIGS = {"Dynamic": Dynamic(), "Mixed": Mixed(), "FakeQuant": FakeQuant()}
 

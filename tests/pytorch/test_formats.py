@@ -17,10 +17,10 @@ from torch import nn
 from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, Mixed, dequantize_, fuse_, load_, parallelize_, quantize_, save, update_
-from skuda.torch.checkpoint import described
-from skuda.torch.exact import exact_
+from skuda.torch.exact.exact import exact_
 from skuda.torch.formats import FORMATS, INT8, format_of, register_format
-from skuda.torch.transformers import SkudaConfig
+from skuda.torch.hf.checkpoint import described
+from skuda.torch.hf.transformers import SkudaConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 

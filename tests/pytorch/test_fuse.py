@@ -18,9 +18,9 @@ import skuda
 from skuda.registry.errors import InvalidProblem
 from skuda.tools.studies import llama
 from skuda.torch import DynamicLinear, StaticLinear, fuse_
-from skuda.torch.fused_modules import FusedAttention, FusedDecoderLayer, FusedGatedMLP
-from skuda.torch.joined import Part
-from skuda.torch.tensor_op import TensorOp
+from skuda.torch.fuse.fused_modules import FusedAttention, FusedDecoderLayer, FusedGatedMLP
+from skuda.torch.linear.joined import Part
+from skuda.torch.ops.tensor_op import TensorOp
 
 SIZES = llama.LlamaSizes(hidden=48, intermediate=72, heads=4, kv_heads=2, layers=2)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

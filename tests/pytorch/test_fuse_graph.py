@@ -444,6 +444,6 @@ def test_arguments_of_the_wrong_type_are_refused():
 def test_the_key_of_inductors_cache_depends_on_bits_and_sources(monkeypatch, tmp_path):
     keys = [graph_pass(bits=bits).uuid() for bits in ("eager", "fused")]
     (tmp_path / "patterns.py").write_text("changed")
-    monkeypatch.setattr("skuda.torch.patterns.__file__", str(tmp_path / "patterns.py"))
+    monkeypatch.setattr("skuda.torch.fuse.patterns.__file__", str(tmp_path / "patterns.py"))
     keys.append(graph_pass().uuid())
     assert len(set(keys)) == 3

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's name
 
 from skuda.torch import Dynamic, fuse_, quantize_
-from skuda.torch.fused_modules import FusedAttention, FusedDecoderLayer, FusedGatedMLP
-from skuda.torch.joined import Part
+from skuda.torch.fuse.fused_modules import FusedAttention, FusedDecoderLayer, FusedGatedMLP
+from skuda.torch.linear.joined import Part
 
 D, H, HEADS = 32, 48, 4
 

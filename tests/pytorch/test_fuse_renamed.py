@@ -12,7 +12,7 @@ from transformers.utils import deprecation
 
 from skuda.tools.studies import llama
 from skuda.torch import Dynamic, fuse_, quantize_
-from skuda.torch.fused_modules import Fused
+from skuda.torch.fuse.fused_modules import Fused
 
 SIZES = llama.LlamaSizes(hidden=48, intermediate=72, heads=4, kv_heads=2, layers=1)
 

@@ -23,8 +23,8 @@ TRANSFORMERS = (
     [
         ("skuda.torch", 2, KERNELS, ["/dispatch/torch/"]),
         ("skuda.torch", 4, KERNELS, ["/torch/library.py", "/torch/_library/", "/registering.py", "/interrupts.py"]),
-        ("skuda.torch.transformers", 2, TRANSFORMERS, ["/dispatch/torch/", "/quantizers/auto.py"]),
-        ("skuda.torch.peft", 2, "skuda.torch,peft", ["/dispatch/torch/"]),
+        ("skuda.torch.hf.transformers", 2, TRANSFORMERS, ["/dispatch/torch/", "/quantizers/auto.py"]),
+        ("skuda.torch.hf.peft", 2, "skuda.torch,peft", ["/dispatch/torch/"]),
     ],
     ids=["skuda.torch", "torch.library", "transformers", "peft"],
 )

@@ -24,9 +24,9 @@ from skuda.torch import (
     quantize_,
     save,
 )
-from skuda.torch.exact import exact_
+from skuda.torch.exact.exact import exact_
+from skuda.torch.hf.transformers import SkudaConfig
 from skuda.torch.int4 import int4_linear, int4_weight
-from skuda.torch.transformers import SkudaConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 SIZES = (32, 64, 128, 0)

@@ -10,8 +10,8 @@ from support import fresh
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, quantize_
-from skuda.torch.attention import NAME
-from skuda.torch.kv_cache import CacheLayer, Int8Cache
+from skuda.torch.attention.interface import NAME
+from skuda.torch.attention.kv_cache import CacheLayer, Int8Cache
 
 CACHE = next(
     each for each in ("cache", "past_key_values") if each in signature(transformers.LlamaModel.forward).parameters

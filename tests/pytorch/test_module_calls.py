@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import DynamicLinear, StaticLinear
-from skuda.torch.tensor_op import launched, run_module
+from skuda.torch.ops.tensor_op import launched, run_module
 
 
 def layer(rng, *, bias):

@@ -232,7 +232,7 @@ def test_inductor_gives_the_bits_of_eager(name):
 def test_code_of_inductor_calls_launches(ours, monkeypatch):
     """Also where torch has changed what this needs of it, through the dispatcher."""
     if not ours:
-        inductor = pytest.importorskip("skuda.torch.inductor")
+        inductor = pytest.importorskip("skuda.torch.ops.inductor")
         monkeypatch.setattr(inductor, "lower", raising)
         for name in ("quantized_linear", "dynamic_range"):
             inductor.lowerings.pop(getattr(SKUDA, name).default, None)

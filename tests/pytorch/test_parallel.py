@@ -30,11 +30,11 @@ from skuda.torch import (
     quantize_,
     save,
 )
-from skuda.torch.digest import sums
+from skuda.torch.convert.update import update_
+from skuda.torch.distributed.digest import sums
+from skuda.torch.hf.scheme import Scheme
 from skuda.torch.int4 import int4_linear
-from skuda.torch.nonfinite import propagating
-from skuda.torch.scheme import Scheme
-from skuda.torch.update import update_
+from skuda.torch.linear.nonfinite import propagating
 
 HERE = Path(__file__).parent
 
@@ -184,7 +184,7 @@ def test_layers_that_propagate_do_so_on_ranks_unless_they_are_static():
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 100])
 def test_sums_tell_bytes_apart(monkeypatch, size):
-    monkeypatch.setattr("skuda.torch.digest._BLOCK", 3)
+    monkeypatch.setattr("skuda.torch.distributed.digest._BLOCK", 3)
     rng = fresh(size)
     data = torch.from_numpy(rng.integers(0, 256, size + 1, np.uint8))[1:]
     assert sums(data) == sums(data.clone())

@@ -15,7 +15,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, DynamicLinear, SmoothStatic, dequantize_, fuse_, quantize_
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("skuda.torch.peft")
+pytest.importorskip("skuda.torch.hf.peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 """peft reads it from transformers."""
 

@@ -420,7 +420,7 @@ def test_inside_sharded_parallelism_all_layers_stay():
 def test_a_layer_that_no_kernel_serves_stays(monkeypatch):
     found = DynamicLinear.from_linear(nn.Linear(3, 4))
     monkeypatch.setattr(
-        "skuda.torch.int8_linear.default_dispatcher", lambda: Dispatcher(built_in_registry(), backends=[])
+        "skuda.torch.linear.int8_linear.default_dispatcher", lambda: Dispatcher(built_in_registry(), backends=[])
     )
     left(one(nn.Linear(3, 4)), "have a kernel", Own(lambda _: found))
 

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.sampling import log_probs, sample
+from skuda.torch.ops.sampling import log_probs, sample
 
 INF, NAN = torch.inf, torch.nan
 

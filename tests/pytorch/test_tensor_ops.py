@@ -18,7 +18,7 @@ from skuda.dispatch.host.arrays import tensor_view
 from skuda.functional import LAUNCHES
 from skuda.registry import InvalidProblem
 from skuda.registry.argument import Role
-from skuda.torch.tensor_op import TensorOp
+from skuda.torch.ops.tensor_op import TensorOp
 
 SKUDA = torch.ops.skuda
 CALLS = [(name, overload) for name in NAMES for overload in overloads(name)]

@@ -24,7 +24,7 @@ from skuda.torch import (
     StaticLinear,
     observe,
 )
-from skuda.torch.autograd import dequantized, row_codes
+from skuda.torch.linear.autograd import dequantized, row_codes
 
 LOW = (torch.float16, torch.bfloat16)
 TRAINED = (*LOW, torch.float32)

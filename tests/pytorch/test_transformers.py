@@ -36,7 +36,7 @@ from skuda.torch import (
     save,
 )
 from skuda.torch.formats.grouped import Int4Format
-from skuda.torch.transformers import SkudaConfig, _CompressedTensorsConfig, convert_
+from skuda.torch.hf.transformers import SkudaConfig, _CompressedTensorsConfig, convert_
 
 KINDS = ("dynamic", "static", "shifted")
 PARTS = {
@@ -379,7 +379,7 @@ def test_a_model_that_was_quantized_in_place_saves_what_it_is(way, tmp_path):
 
 
 def test_a_version_that_cannot_save_is_reported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "skuda.torch.transformers", None)
+    monkeypatch.setitem(sys.modules, "skuda.torch.hf.transformers", None)
     model = llama(fresh())
     with pytest.warns(UserWarning, match=r"use skuda\.torch\.save"):
         quantize_(model, Dynamic())

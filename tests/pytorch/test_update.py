@@ -11,8 +11,8 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, FakeQuant, Mixed, fuse_, quantize_
-from skuda.torch.exact import exact_
-from skuda.torch.update import update_
+from skuda.torch.convert.update import update_
+from skuda.torch.exact.exact import exact_
 
 
 def pair(rng, config, **more):

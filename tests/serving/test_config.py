@@ -31,7 +31,7 @@ from skuda.registry import InvalidProblem
 from skuda.torch.formats import INT8, Int4
 from skuda.torch.formats.int4 import StoredPacked
 from skuda.torch.formats.int8 import StoredInt8
-from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
+from skuda.torch.hf.scheme import ActivationScheme, Scheme, SchemeGroup
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 from skuda.vllm.linear_method import SkudaLinearMethod

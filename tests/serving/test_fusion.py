@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from vllm_layers import ELEMENTS, K, checkpoint, default_dtype, expected, joined, load, made, quantization, ready
 
 from skuda.registry.errors import InvalidRecord
-from skuda.torch import patterns
+from skuda.torch.fuse import patterns
 from skuda.vllm import fusion
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.fusion import FusionPass, add_pass
@@ -444,7 +444,7 @@ def test_an_error_leaves_the_graph_as_it_is_and_is_logged(alone, monkeypatch, at
     if at == "while it plans":
         monkeypatch.setattr(patterns, "rms_norm", Mock(side_effect=ValueError("unforeseen")))
     else:
-        monkeypatch.setattr("skuda.torch.graph._product", Mock(side_effect=ValueError("unforeseen")))
+        monkeypatch.setattr("skuda.torch.fuse.graph._product", Mock(side_effect=ValueError("unforeseen")))
     with torch.inference_mode():
         _, before, after = passed_graph(Unit(fresh(at)), both)
     assert before == after

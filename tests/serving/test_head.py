@@ -21,7 +21,7 @@ from vllm_layers import default_dtype, described, memory, ready, reloading
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.formats.int8 import quantized_weight
-from skuda.torch.tensor_op import OPS
+from skuda.torch.ops.tensor_op import OPS
 from skuda.vllm import head, linear_kernel
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.head import SkudaHeadMethod

@@ -12,7 +12,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm_layers import PARTS, SCHEMES, K, checkpoint, expected, load, made, quantization, ready
 
 import skuda.vllm
-from skuda.torch.tensor_op import TensorOp
+from skuda.torch.ops.tensor_op import TensorOp
 from skuda.vllm import linear_kernel
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 

@@ -20,8 +20,8 @@ from vllm_layers import default_dtype, described, memory, ready, reloading
 import skuda.torch
 from skuda.torch.formats.int4 import StoredPacked
 from skuda.torch.formats.int8 import quantized_weight
+from skuda.torch.hf.scheme import ActivationScheme, Scheme, SchemeGroup
 from skuda.torch.int4 import int4_weight
-from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
 
 GROUP = 64
 OWN = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, StoredPacked(GROUP)),), ("lm_head",), own=True)

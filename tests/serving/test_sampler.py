@@ -493,7 +493,7 @@ def test_a_checkpoint_of_an_exact_model_is_served_exactly(served):
 
     from skuda.torch.formats.int4 import StoredPacked
     from skuda.torch.formats.int8 import StoredInt8
-    from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
+    from skuda.torch.hf.scheme import ActivationScheme, Scheme, SchemeGroup
     from skuda.vllm.head import SkudaHeadMethod
 
     eight, four = (

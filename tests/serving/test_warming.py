@@ -19,7 +19,7 @@ from skuda.dispatch.telemetry import Kernels
 from skuda.kernels.attention import AttentionDescriptor
 from skuda.registry import InvalidProblem
 from skuda.torch.int4 import int4_weight
-from skuda.torch.tensor_op import OPS
+from skuda.torch.ops.tensor_op import OPS
 from skuda.vllm import sampler, warming
 from skuda.vllm.warming import problems_of
 

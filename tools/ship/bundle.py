@@ -14,7 +14,7 @@ from rich.console import Console
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.compile.bundle import Bundle, open_bundle, refuse_to_replace, write_bundle
 from skuda.dispatch.compile.member import CubinRecord
-from skuda.dispatch.compile.sources import read_source
+from skuda.kernels.sources import read_source
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry
 from skuda.tools.options import Archs, Backends, Descriptors, Devices, Json, Ops, flag, own_options

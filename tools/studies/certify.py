@@ -73,7 +73,7 @@ def run(
             raise MissingDependency(f"{name}, whose models this certifies,", f"pip install {name}")
     import torch
 
-    from skuda.torch.certification import certify
+    from skuda.torch.certification.certificate import certify
 
     seed = fresh_seed() if seed is None else seed
     on_gpu = device == "gpu" or (device == "auto" and torch.cuda.is_available())
@@ -196,7 +196,7 @@ def exact(floats: Any, folder: Path | None) -> Any:
     import torch
 
     from skuda.torch import Dynamic, Mixed, quantize_
-    from skuda.torch.exact import exact_
+    from skuda.torch.exact.exact import exact_
 
     made = copy.deepcopy(floats)
     quantize_(made, Mixed() if folder is None else Dynamic(), lambda *_: True)

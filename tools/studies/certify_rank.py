@@ -6,7 +6,7 @@ import torch
 
 from skuda.tools.studies.processes import RankJob, Save
 from skuda.torch import TorchGroup, parallelize_
-from skuda.torch.ways import LEFT, batches, run
+from skuda.torch.certification.ways import LEFT, batches, run
 
 
 class CertifyJob(RankJob):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's name
 
 from skuda.kernels.attention.cache import PAGE, column_of
-from skuda.torch.dtypes import element_of
+from skuda.torch.ops.dtypes import element_of
 
 Cache = tuple[Tensor, Tensor]
 """Keys and values, of shape (sequences, key and value heads, positions, head size)."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from skuda.dispatch.compile.code import code_hash
-from skuda.dispatch.compile.sources import source_hash
+from skuda.kernels.code import code_hash
+from skuda.kernels.sources import source_hash
 from skuda.registry.op import Case, Op
 
 __all__ = ["reference_hash", "source_hash"]

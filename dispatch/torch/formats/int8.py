@@ -13,7 +13,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.formats.reading import ONE, SCALES, ConfigFields, Tensors
 from skuda.torch.formats.weight import Quantizer, StoredWeight, WeightFormat, register_format
-from skuda.torch.tensor_op import check_tensors
+from skuda.torch.ops.tensor_op import check_tensors
 
 Q_MAX = 127
 """Bound of the symmetric range -127..127. Without -128, every code has a negative."""

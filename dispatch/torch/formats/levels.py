@@ -18,7 +18,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.registry.value import expect
 from skuda.torch.formats.int8 import quantized_weight
-from skuda.torch.tensor_op import check_tensors
+from skuda.torch.ops.tensor_op import check_tensors
 
 _STEPS = 15
 """The largest level."""

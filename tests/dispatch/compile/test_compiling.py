@@ -19,10 +19,10 @@ from skuda.dispatch.compile import compilers as compiling
 from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.compile.compilers import Job, Nvcc, Nvrtc, find_nvcc, find_nvrtc, nvrtc_trouble
 from skuda.dispatch.compile.cubin import read_kernels
-from skuda.dispatch.compile.provider import placed
-from skuda.dispatch.compile.sources import read_source
+from skuda.dispatch.compile.provider import agreeing
 from skuda.dispatch.cuda.packing import packable, packer, parameter_layout
 from skuda.kernels.launch import Constant, Launch, Pointer, Step
+from skuda.kernels.sources import read_source
 from skuda.registry import CompileError, ElementKind
 
 SOURCE = "toykernels:scaled.cu"
@@ -100,7 +100,7 @@ def test_a_cubin_says_the_parameters_that_the_launch_packs(find, arch):
         assert kernels[step.entry].parameters == parameter_layout(step)
         assert 0 < kernels[step.entry].registers <= 255
         assert kernels[step.entry].frame == 0
-        placed(toy.sku("scaled", "cuda_core"), (step,), cubin)
+        agreeing(toy.sku("scaled", "cuda_core"), (step,), read_kernels(cubin))
 
 
 @every_compiler
@@ -168,7 +168,7 @@ def cubin():
 )
 def test_a_launch_that_gives_other_parameters_is_refused(cubin, step, words):
     with pytest.raises(CompileError, match=words):
-        placed(toy.sku("summed", "pycuda"), (step,), cubin)
+        agreeing(toy.sku("summed", "pycuda"), (step,), read_kernels(cubin))
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"\x7fELF\x02\x01" + b"\0" * 58, b"PTX" * 100])

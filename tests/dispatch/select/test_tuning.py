@@ -24,7 +24,6 @@ from skuda.dispatch import (
     Tuning,
 )
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.select import match
 from skuda.dispatch.select import tuning as tuning_module
 from skuda.dispatch.select.environment import Environment, driver_of
@@ -33,6 +32,7 @@ from skuda.dispatch.select.tuning import Candidate, Timing, TuningEntry
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import Choice
 from skuda.kernels.quantize import QuantizedLinearDescriptor
+from skuda.kernels.sources import source_hash
 from skuda.registry import InvalidRecord, NotPrepared, Registry, Unsupported
 from skuda.registry.device import HOST
 from skuda.registry.guarantee import falls_short

@@ -16,9 +16,9 @@ import pytest
 from interrupts import fork
 
 from skuda.dispatch.compile.compilers import Job, Nvcc
-from skuda.dispatch.compile.sources import Source
 from skuda.dispatch.settings import environment
 from skuda.dispatch.system import programs
+from skuda.kernels.sources import Source
 from skuda.registry.errors import CompileError
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to ask about processes")

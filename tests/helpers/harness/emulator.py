@@ -26,8 +26,8 @@ from pathlib import Path
 
 import platformdirs
 
-from skuda.dispatch.compile.sources import read_source
 from skuda.kernels.launch import Dim3
+from skuda.kernels.sources import read_source
 from skuda.registry.sku import KernelSku
 
 SANITIZED = os.environ.get("SKUDA_SANITIZE") == "1"

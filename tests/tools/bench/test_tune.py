@@ -23,9 +23,9 @@ from skuda.dispatch import Backend, BackendStatus, Dispatcher, Tuning
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
 from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.compile.compilers import find_nvrtc
-from skuda.dispatch.compile.sources import source_hash
 from skuda.kernels.launch import Choice
 from skuda.kernels.quantize import SmoothQuantLinearDescriptor
+from skuda.kernels.sources import source_hash
 from skuda.registry import BackendSpec, InvalidProblem, Registry, Unsupported
 from skuda.registry.device import HOST
 from skuda.tools.bench import lab
@@ -570,7 +570,7 @@ from pathlib import Path
 from fakes import FakeArray
 from toykernels import scaled as toy
 from skuda.dispatch import Dispatcher, Tuning
-from skuda.dispatch.compile.sources import source_hash
+from skuda.kernels.sources import source_hash
 from skuda.dispatch.select.tuning import Timing
 from skuda.dispatch.select.tuning import Candidate, TuningEntry
 from skuda.registry import Op, Case, Registry

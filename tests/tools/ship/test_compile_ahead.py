@@ -59,7 +59,7 @@ def fake(monkeypatch, backend=CudaCoreBackend, fails=None):
 
     monkeypatch.setattr(backend, "compiler", lambda self: Compiler())
     # What the cubin holds is of no interest here.
-    monkeypatch.setattr("skuda.dispatch.compile.provider.placed", lambda sku, steps, cubin: steps)
+    monkeypatch.setattr("skuda.dispatch.compile.provider.read_kernels", lambda _: {})
     return jobs
 
 

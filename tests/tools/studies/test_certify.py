@@ -16,7 +16,8 @@ def run(monkeypatch, capsys, tmp_path):
     import rank_faults
 
     from skuda.tools.studies import certify_rank, processes
-    from skuda.torch import certification, ways
+    from skuda.torch.certification.certificate import certify as certification
+    from skuda.torch.certification.certificate import ways
 
     def kept(*given):
         few = (ways.ALONE, ways.LEFT, ways.FIXED)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from toykernels import scaled as toy
 
-from skuda.dispatch.compile import sources
-from skuda.dispatch.compile.code import c_tokens, code_hash, reached
-from skuda.dispatch.compile.sources import read_source, source_hash
+from skuda.kernels import sources
 from skuda.kernels.catalog import built_in_ops
+from skuda.kernels.code import c_tokens, code_hash, reached
+from skuda.kernels.sources import read_source, source_hash
 from skuda.registry import Op
 from skuda.registry.device import device_named
 from skuda.tools.verify import evidence

@@ -88,7 +88,7 @@ def stamped(monkeypatch, tmp_path):
         backend = Dispatcher().backends["pycuda"]
         with monkeypatch.context() as within:
             within.setattr(type(backend), "compiler", lambda _: Compiler(code))
-            within.setattr("skuda.dispatch.compile.provider.placed", lambda *_: ())
+            within.setattr("skuda.dispatch.compile.provider.read_kernels", lambda _: {})
             within.setattr(type(backend), "launch_of", staticmethod(lambda *given: change(launch_of(*given))))
             return stamp(sku, PROBLEMS, H200, backend)
 

@@ -1,0 +1,1 @@
+"""Turns layers of a model into layers of codes and back, and gets kernels ready."""

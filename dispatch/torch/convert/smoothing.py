@@ -1,0 +1,353 @@
+"""SmoothQuant: int8 layers, with outliers of the inputs moved into the weights.
+
+The arithmetic has the bits of `skuda.tools.smoothquant`, which documents the precision of each step.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from skuda.kernels.smoothing import factors
+from skuda.registry.errors import InvalidProblem, SkudaError
+from skuda.registry.text import shown
+from skuda.torch.convert.calibration import Calibration
+from skuda.torch.formats import Quantizer, quantizer
+from skuda.torch.formats.int8 import Q_MAX
+from skuda.torch.linear.int8_linear import DynamicLinear, SmoothedLinear, StaticLinear
+from skuda.torch.linear.nonfinite import Nonfinite, check_nonfinite, propagating
+from skuda.torch.models.replaceable_layers import hooked
+
+ALPHAS = tuple(i / 20 for i in range(21))
+"""The strengths that a search tries."""
+
+Smoothed = DynamicLinear | SmoothedLinear | StaticLinear
+"""What the configs make."""
+
+_MOST_CHANNELS = 4096
+"""Number of output channels whose exact product in f64 is in memory at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Smooth:
+    calibration: Calibration
+    alpha: float | Literal["search"] | None = 0.5
+    fold: bool = True
+    nonfinite: Nonfinite = "ignore"
+    weights: str = "int8"
+    group_size: int = 128
+
+    def __post_init__(self) -> None:
+        subject = type(self).__name__
+        _check(subject, self.calibration, self.alpha, self.fold)
+        check_nonfinite(subject, self.nonfinite)
+        _ = self.quantizer
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """What quantizes weights."""
+        return quantizer(type(self).__name__, self.weights, self.group_size)
+
+    def convert(self, name: str, linear: nn.Linear) -> Smoothed:
+        """Return the int8 form of one layer, which divides its own input.
+
+        Raises
+        ------
+        InvalidProblem
+            If the layer was not calibrated, or has values that are not finite.
+        """
+        return self._converted(name, linear, self._smooth({name: linear}))
+
+    def together(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> _Smoothing:
+        """Find the layers of a call of `quantize_` whose factors a norm can take over."""
+        shared: dict[str, Tensor | None] = {}
+        norms: dict[str, tuple[str, ...]] = {}
+        not_folded: dict[str, str] = {}
+        if self.fold and self.alpha is not None:
+            not_folded |= self.calibration.not_folded
+            for norm, names in self.calibration.norms.items():
+                others = [name for name in names if name not in linears]
+                reason = f"{others[0]} stays as it is" if others else _why_not(model, norm, linears[names[0]])
+                try:
+                    smooth = None if reason else self._smooth({name: linears[name] for name in names})
+                except SkudaError as error:
+                    reason = str(error)
+                if reason is None:
+                    shared |= dict.fromkeys(names, smooth)
+                if reason is None and smooth is not None:
+                    norms[norm] = names
+                else:
+                    not_folded[norm] = reason or "no smoothing has the least error"
+        return _Smoothing(self, shared, norms, not_folded)
+
+    def _converted(self, name: str, linear: nn.Linear, smooth: Tensor | None) -> Smoothed:
+        made = self._made(linear.weight, linear.bias, self._maxima(name, linear), smooth)
+        return propagating(made) if self.nonfinite == "propagate" else made
+
+    def _made(self, weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: Tensor | None) -> Smoothed:
+        """Quantize a layer whose inputs have these largest magnitudes."""
+        weight, dtype = weight.detach(), weight.dtype
+        if smooth is not None:
+            smooth = smooth.to(weight.device)
+            # Division by a positive number is monotone, so this is the input's largest quotient.
+            maxima, weight = torch.ops.skuda.smooth(maxima, smooth), weight.float() * smooth
+        if not bool(maxima.isfinite().all()):
+            raise InvalidProblem(type(self).__name__, "maxima", "an infinity", "be finite after smoothing")
+        tensors = *self._quantized(weight), bias
+        return self._layer(*tensors, maxima=maxima, smooth=smooth, dtype=dtype, in_features=weight.shape[1])
+
+    def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and channel scales of a weight that has taken over factors."""
+        return self.quantizer(weight)
+
+    @abstractmethod
+    def _layer(self, *tensors: Any, maxima: Tensor, smooth: Tensor | None, **given: Any) -> Smoothed:
+        """Return the layer of a quantized weight, its scales and a bias."""
+
+    def _maxima(self, name: str, linear: nn.Linear) -> Tensor:
+        left = self.calibration.left.get(name)
+        maxima = self.calibration.maxima.get(name)
+        subject = type(self).__name__
+        if left is not None or maxima is None:
+            raise InvalidProblem(subject, "calibration", left or f"no inputs of {name}", "be of a run of it")
+        if maxima.numel() != linear.in_features:
+            had = f"{maxima.numel()} channels for {name}"
+            raise InvalidProblem(subject, "calibration", had, f"be of this model, {linear.in_features} channels")
+        if not bool(maxima.isfinite().all()):
+            raise InvalidProblem(subject, "calibration", f"an infinite input of {name}", "be finite")
+        return maxima.to(linear.weight.device)
+
+    def _smooth(self, linears: Mapping[str, nn.Linear]) -> Tensor | None:
+        """Return the factors of layers with the same input."""
+        if self.alpha is None:
+            return None
+        inputs = _largest([self._maxima(name, linear) for name, linear in linears.items()])
+        weights = _largest([_column_maxima(linear.weight) for linear in linears.values()])
+        if not bool(weights.isfinite().all()):
+            raise InvalidProblem(type(self).__name__, "weight", "an infinity or NaN", "be finite")
+
+        def made(alpha: float | None) -> Tensor | None:
+            if alpha is None:
+                return None
+            found = factors(inputs.cpu().numpy(), weights.cpu().numpy(), alpha)
+            return torch.from_numpy(found).to(inputs.device)
+
+        if not isinstance(self.alpha, str):
+            return made(float(self.alpha))
+        trials = [self._trial(name, linear) for name, linear in linears.items()]
+        # `min` returns the first of equals, and the strengths ascend.
+        return made(min((None, *ALPHAS), key=lambda alpha: sum(trial(made(alpha)) for trial in trials)))
+
+    def _trial(self, name: str, linear: nn.Linear) -> Callable[[Tensor | None], float]:
+        """Return the squared error of a layer's output on its sample, as a function of the factors."""
+        rows = self.calibration.rows.get(name)
+        rows = rows[rows.isfinite().all(1)].float().to(linear.weight.device) if rows is not None else None
+        if rows is None or not len(rows):
+            had, rule = f"no finite rows of {name}", "have kept some to search"
+            raise InvalidProblem(type(self).__name__, "calibration", had, rule)
+        maxima, weight = self._maxima(name, linear), linear.weight.detach()
+        exact = torch.cat([rows.double() @ part.double().T for part in weight.split(_MOST_CHANNELS)], 1)
+
+        def error(smooth: Tensor | None) -> float:
+            try:
+                layer = self._made(weight, None, maxima, smooth)
+            except InvalidProblem:  # factors that overflow
+                return inf
+            with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
+                found = float((layer(rows).double() - exact).square().sum())
+            return found if isfinite(found) else inf
+
+        return error
+
+
+class SmoothStatic(_Smooth):
+    """Config of `quantize_`: one activation scale per layer from calibration, after SmoothQuant's smoothing.
+
+    If layers get their inputs from one norm, and nothing else uses the norm's output, they share factors, which follow
+    from the largest weights of all of them. The norm's weight and bias are divided by the factors. The quotients are
+    computed in f32 and rounded to the norm's dtype, so the inputs differ by rounding errors of that dtype from a
+    division at run time. Any other layer divides its own input by its own factors.
+
+    Parameters
+    ----------
+    calibration : Calibration
+        The calibration of the same model; see `calibrate`.
+    alpha : float, "search" or None
+        Smoothing strength in 0..1. None means no smoothing. ``"search"`` tries no smoothing and 0, 0.05, ..., 1. It
+        takes what has the least squared error on the rows of the calibration, summed over layers with the same factors;
+        of equals the first. The error is that of the f32 output, without bias, against the product in f64. The layer is
+        quantized 22 times for it.
+    fold : bool
+        Whether factors may be folded into norms.
+    nonfinite : {"ignore", "propagate"}
+        What a NaN or an infinity in an input does. By default a NaN counts as 0, and an infinity as the end of the
+        range. With ``"propagate"`` its row of the output becomes NaN, as for `Dynamic`, but at the cost of one more
+        pass over the input and one over the output.
+    weights, group_size
+        The bits of a weight, as in `Dynamic`.
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of the wrong type, or an incomplete calibration.
+    """
+
+    def _layer(self, *tensors: Any, maxima: Tensor, smooth: Tensor | None, **given: Any) -> StaticLinear:
+        scale = torch.ops.skuda.dynamic_range(maxima[None], q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")[1]
+        return StaticLinear(*tensors, input_scale=scale, smooth=smooth, **given)
+
+
+@dataclass(frozen=True, eq=False)
+class SmoothDynamic(_Smooth):
+    """Config of `quantize_`: `Dynamic`, after SmoothQuant's smoothing. It is made for weights of 4 bits.
+
+    Factors are shared and folded as for `SmoothStatic`. Layers without factors, or behind a norm that took them over,
+    become `DynamicLinear`, and are as fast as those of `Dynamic`. Others become `SmoothedLinear`, which `fuse_` and
+    `parallelize_` leave. To have none of these, let a filter select ``calibration.norms``, and then quantize the rest
+    with `Dynamic`.
+
+    Parameters
+    ----------
+    calibration, fold, nonfinite, weights, group_size
+        As in `SmoothStatic`; for `nonfinite`, see `Dynamic`.
+    alpha : float, "search" or None
+        As in `SmoothStatic`, but by default the search: a strength that is good for 8 bits may harm 4 bits.
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of the wrong type, or an incomplete calibration.
+    """
+
+    alpha: float | Literal["search"] | None = "search"
+
+    def _layer(
+        self,
+        *tensors: Any,
+        maxima: Tensor,  # noqa: ARG002  for static scales
+        smooth: Tensor | None,
+        **given: Any,
+    ) -> DynamicLinear | SmoothedLinear:
+        if smooth is None:
+            return DynamicLinear(*tensors, **given)
+        return SmoothedLinear(*tensors, smooth=smooth, **given)
+
+
+class _Smoothing:
+    """A config with the layers that share factors.
+
+    Attributes
+    ----------
+    not_folded : dict of str to str
+        Norms in front of layers that did not take over factors, and why.
+    """
+
+    def __init__(
+        self,
+        config: _Smooth,
+        shared: Mapping[str, Tensor | None],
+        norms: Mapping[str, tuple[str, ...]],
+        not_folded: dict[str, str],
+    ) -> None:
+        self._config, self._shared, self._norms, self.not_folded = config, shared, norms, not_folded
+
+    def convert(self, name: str, linear: nn.Linear) -> Smoothed:
+        """Return the int8 form of one layer."""
+        if name not in self._shared:
+            return self._config.convert(name, linear)
+        return self._config._converted(name, linear, self._shared[name])  # noqa: SLF001  the two are one
+
+    def fold(self, model: nn.Module, converted: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+        """Fold factors into norms if all of their layers were converted. Return these layers by norm."""
+        folded = {}
+        for norm, names in self._norms.items():
+            layers: list[Any] = [converted[name] for name in names if name in converted]
+            smooth = self._shared[names[0]]
+            assert smooth is not None
+            if len(layers) < len(names):
+                self.not_folded[norm] = "not all of its layers could be converted"
+            elif _divide(model.get_submodule(norm), smooth):
+                folded[norm] = names
+                for layer in layers:
+                    layer.take_smooth()
+            else:
+                self.not_folded[norm] = "its dtype cannot hold the quotients"
+        return folded
+
+
+def _check(subject: str, calibration: object, alpha: object, fold: object) -> None:
+    if not (isinstance(calibration, Calibration) and calibration.complete):
+        rule = "be the Calibration of a finished `with calibrate(...)` block"
+        raise InvalidProblem(subject, "calibration", shown(calibration), rule)
+    number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 <= alpha <= 1
+    if not (number or alpha is None or (isinstance(alpha, str) and alpha == "search")):
+        raise InvalidProblem(subject, "alpha", shown(alpha), 'be a number in 0..1, "search" or None')
+    if not isinstance(fold, bool):
+        raise InvalidProblem(subject, "fold", shown(fold), "be True or False")
+
+
+def _column_maxima(weight: Tensor) -> Tensor:
+    if not len(weight):
+        return weight.new_zeros(weight.shape[1], dtype=torch.float32)
+    return weight.detach().abs().amax(0).float()
+
+
+def _largest(vectors: list[Tensor]) -> Tensor:
+    return torch.stack([vector.to(vectors[0].device) for vector in vectors]).amax(0)
+
+
+def _parameters(norm: nn.Module) -> dict[str, Tensor]:
+    """Return the weight and bias of a norm."""
+    own = dict(norm.named_parameters(recurse=False))
+    return {name: own[name].detach() for name in ("weight", "bias") if name in own}
+
+
+def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
+    """Return why dividing a norm's weight and bias does not divide its output, or None."""
+    try:
+        norm = model.get_submodule(name)
+    except AttributeError:
+        return "there is no such module in this model"
+    own, size = _parameters(norm), linear.in_features
+    if hooked(norm) or nn.utils.parametrize.is_parametrized(norm):
+        return "it has hooks or parametrizations"
+    if any(tuple(value.shape) != (size,) or value.is_meta for value in own.values()) or "weight" not in own:
+        return f"it has no weight of shape [{size}]"
+    # Some norms, like those of Gemma, scale by 1 + weight. Products with powers of two are exact, so for a norm that
+    # scales by its weight the two outputs are equal.
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight, cpu = own["weight"], {"device": "cpu"}  # whatever the default device
+    powers = torch.tensor([0.0, 1.0, 2.0], **cpu)[torch.randint(3, (size,), generator=generator, **cpu)].to(weight)
+    probe = torch.randn(2, size, generator=generator, **cpu).to(weight)
+    values = {name: (1 + torch.rand(size, generator=generator, **cpu)).to(value) for name, value in own.items()}
+    scaled = {name: value * powers for name, value in values.items()}
+    try:
+        with torch.no_grad():
+            alike = copy.deepcopy(norm)  # the norm itself may count its calls
+            plain, folded = (torch.func.functional_call(alike, part, (probe,)) for part in (values, scaled))
+            if isinstance(plain, Tensor) and torch.equal(plain * powers, folded):
+                return None
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it takes other arguments
+        pass
+    return "its output is not proportional to its weight and bias"
+
+
+def _divide(norm: nn.Module, smooth: Tensor) -> bool:
+    """Divide a norm's weight and bias by factors, if its dtype holds the quotients with full precision."""
+    found = {}
+    for name, value in _parameters(norm).items():
+        quotient = torch.ops.skuda.smooth(value, smooth.to(value.device)).to(value.dtype)
+        normal = quotient.abs() >= torch.finfo(value.dtype).tiny
+        if not bool((quotient.isfinite() & (normal | (value == 0))).all()):
+            return False
+        found[name] = quotient
+    for name, quotient in found.items():
+        setattr(norm, name, nn.Parameter(quotient, requires_grad=norm.get_parameter(name).requires_grad))
+    return True

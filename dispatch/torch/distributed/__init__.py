@@ -1,0 +1,1 @@
+"""Layers on the ranks of a group."""

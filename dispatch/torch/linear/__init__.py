@@ -1,0 +1,1 @@
+"""Linear layers of codes, and gradients through them."""
