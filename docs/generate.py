@@ -22,10 +22,10 @@ from skuda.kernels.catalog import built_in_registry
 from skuda.registry import Descriptor, KernelSku, Op, Registry
 from skuda.registry.elements import ElementKind
 from skuda.tools.frame.view import markdown_table
+from skuda.tools.parse.arguments import COLUMNS, argument_rows
+from skuda.tools.parse.problem import default_words, fields_of, type_words
 from skuda.tools.show.kernels import elements_of, evidence_words, judge_of, legend, unique
 from skuda.tools.verify.evidence import Records, load_records
-from skuda.tools.words.arguments import COLUMNS, argument_rows
-from skuda.tools.words.problem import default_words, fields_of, type_words
 
 ROOT = Path(__file__).resolve().parent.parent
 _MARK = re.compile(r"^<!-- made here: (\S+) -->$", re.MULTILINE)

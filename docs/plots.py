@@ -24,7 +24,6 @@ from skuda.tools.bench.record import BenchRecord
 from skuda.tools.bench.report import compared
 from skuda.tools.files import write_whole
 from skuda.tools.frame.record import Record
-from skuda.tools.studies.commands import records
 from skuda.tools.studies.model import INT8_ALL, ModelRecord
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -284,7 +283,8 @@ def drawable(folder: Path) -> dict[str, tuple[str, list[Plot]]]:
 
     They are records of studies, what ``docs/examples/policy.py`` wrote, and what a program printed of vLLM's engines.
     """
-    found = {path.stem: (record.digest(), plots_of(record)) for path, (_, record) in records(folder).items()}
+    records: dict[Path, Record] = {**BenchRecord.files(folder), **ModelRecord.files(folder)}
+    found = {path.stem: (record.digest(), plots_of(record)) for path, record in records.items()}
     for path in sorted({*folder.glob("*-policy.json"), *folder.glob("*-vllm-engines.txt")}):
         text = path.read_text(encoding="utf-8")
         plots = policy(**json.loads(text)) if path.suffix == ".json" else engines(text, path.stem.split("-")[0].upper())

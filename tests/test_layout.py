@@ -73,7 +73,7 @@ TOOLS = (
     "tools.options",
     "tools.output",
     "tools.frame",
-    "tools.words",
+    "tools.parse",
     "tools.ship",
     "tools.verify",
     "tools.bench",

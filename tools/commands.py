@@ -89,7 +89,7 @@ COMMANDS = {
     "cache gc": Command("ship.cache:gc", "Remove what is old or too much.", "cache gc --max-size 1GiB"),
     "cache clear": Command("ship.cache:clear", "Remove everything.", "cache clear --yes"),
     "doctor": Command("commands:doctor", "Check this machine, and name what fixes it.", "doctor"),
-    "demo": Command("demo.command:run", "Run a real sentence encoder in int8, and in f32.", "demo --device host"),
+    "demo": Command("demo.command:run", "Run a real sentence encoder in int8, and in f32.", "demo"),
 }
 REMOVED = {"bench-parallel": "skuda bench-model --ranks 2", "train-check": "python docs/examples/policy.py"}
 """What does the work of commands that are gone."""

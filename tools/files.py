@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from skuda.dispatch.system.files import open_regular
-from skuda.dispatch.system.writing import check_folder, check_place, replacing, write_whole
+from skuda.dispatch.system.writing import check_place, replacing, write_whole
 from skuda.registry.errors import InvalidProblem
 
 __all__ = ["check", "read_json", "read_text", "replacing", "write_whole"]
@@ -16,12 +16,12 @@ __all__ = ["check", "read_json", "read_text", "replacing", "write_whole"]
 _LARGEST = 64 << 20
 
 
-def check(command: str, option: str, path: Path, *, folder: bool = False) -> None:
-    """Refuse a file, or a `folder` that may be new, that cannot be written, before any slow work starts."""
+def check(command: str, option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before any slow work starts."""
     try:
-        (check_folder if folder else check_place)(path)
+        check_place(path)
     except OSError as error:
-        rule = f"be a {'place' if folder else 'file in a folder that exists,'} that can be written ({error.strerror})"
+        rule = f"be a file in a folder that exists, that can be written ({error.strerror})"
         raise InvalidProblem(command, option, str(path), rule) from error
 
 

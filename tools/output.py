@@ -1,11 +1,10 @@
-"""Output of the commands: consoles, tables, records with tabs, JSON, progress, and the error for an unknown word."""
+"""Output of the commands: consoles, tables, JSON, progress, and the error for an unknown word."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -17,8 +16,8 @@ if TYPE_CHECKING:  # the conformance suite, which uses this module, also works w
     from rich.table import Table
     from rich.text import Text
 
-_NARROWEST = 40
-"""The layout needs this many columns; a narrower terminal wraps the lines."""
+_NARROWEST, _PIPED = 40, 1000
+"""The layout needs this many columns, so a narrower terminal wraps the lines; in a pipe, lines are not folded."""
 
 _LONGEST_LINE = 4000
 
@@ -28,7 +27,7 @@ def stdout(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    console.width = max(console.width, _NARROWEST)
+    console.width = max(console.width, _NARROWEST if console.is_terminal else _PIPED)
     return console
 
 
@@ -54,27 +53,12 @@ def shortened(text: str, longest: int = 300, shown: int = 80) -> str:
     return text if len(text) <= longest else f"{text[:shown]}... ({len(text)} characters)"
 
 
-def records(rows: Iterable[Sequence[object]]) -> None:
-    """Print one line per row with tabs between the fields; None is an empty field.
-
-    Tabs and line breaks inside a field become blanks. Nothing is cut off.
-    """
-    for row in rows:
-        fields = ("" if value is None else " ".join(str(value).split()) for value in row)
-        sys.stdout.write("\t".join(fields) + "\n")
-
-
-def present(
-    value: object, rows: Iterable[Sequence[object]], person: Callable[[Console], None], *, as_json: bool
-) -> None:
-    """Print an answer in one of its forms: `value` as JSON, `person` on a terminal, and `rows` with tabs elsewhere."""
-    console = stdout()
+def present(value: object, person: Callable[[Console], None], *, as_json: bool) -> None:
+    """Print an answer: `value` as JSON, or what `person` prints."""
     if as_json:
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
-    elif console.is_terminal:
-        person(console)
     else:
-        records(rows)
+        person(stdout())
 
 
 def plain_table(*headings: str, indent: int = 0, numbers: int | None = None) -> Table:
@@ -215,26 +199,3 @@ def folded(sku_id: str, width: int) -> str:
         return sku_id
     at = sku_id.rfind(".", 0, width) + 1 or width
     return f"{sku_id[:at]}\n  {folded(sku_id[at:], max(width - 2, _NARROWEST // 2))}"
-
-
-def reflowed(documentation: str, width: int) -> Iterator[Text]:
-    """Wrap a docstring to a width: underlined lines become headings, and each paragraph below them is filled again.
-
-    A line that ends a sentence stays the end of a line.
-    """
-    from rich.text import Text
-
-    lines = documentation.splitlines()
-    sentence: list[str] = []
-    indent = ""
-    for line, below in zip(lines, (*lines[1:], ""), strict=True):
-        if below and not below.strip("-"):
-            yield Text(line, style="bold")
-            indent = "  "
-        elif line.strip("-"):
-            sentence.append(line.strip())
-        if sentence and (line.endswith(".") or not below):
-            text = " ".join(sentence)
-            filled = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-            yield from map(Text, filled)
-            sentence = []

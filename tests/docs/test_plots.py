@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from measured import measured, record_of
 from paths import ROOT
 
-from skuda.tools.studies.commands import records
+from skuda.tools.studies.model import ModelRecord
 
 EVIDENCE = ROOT / "docs" / "evidence"
 
@@ -58,7 +58,7 @@ def test_shown_plots_are_drawn_once_and_all_others_removed(program, tmp_path):
 
 
 def test_every_point_of_a_record_is_drawn(program):
-    _, record = records(EVIDENCE)[EVIDENCE / "h200x2-parallel.json"]
+    record = ModelRecord.load(EVIDENCE / "h200x2-parallel.json")
     (plot,) = program.plots_of(record)
     rows = [one.rows for one in record.phases]
     want = [(form, rows, [one.times[form] for one in record.phases]) for form in record.phases[0].times]

@@ -8,7 +8,7 @@ from skuda.dispatch.select.tuning import Timing
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry.device import device_named
 from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings, RivalResult, least_work
-from skuda.tools.words.cases import select_cases
+from skuda.tools.parse.cases import select_cases
 
 REGISTRY = built_in_registry()
 CEILINGS = Ceilings(copy_bandwidth=4e12, bf16=8e14, fp8=1.6e15)

@@ -16,10 +16,6 @@ FILE = "_C_stable_libtorch.abi3.so"
 SCHEMAS = {
     "cutlass_scaled_mm": "Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias",
     "dynamic_scaled_int8_quant": "Tensor! result, Tensor input, Tensor! scale, Tensor!? azp",
-    "static_scaled_int8_quant": "Tensor! result, Tensor input, Tensor scale, Tensor? azp",
-    "rms_norm_dynamic_per_token_quant": "Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
-    "Tensor? scale_ub, Tensor!? residual",
-    "silu_and_mul": "Tensor! result, Tensor input",
 }
 
 
@@ -34,7 +30,7 @@ def ranged(out: Any, x: Any, scale: Any) -> None:
 
 
 class Stub:
-    """The ops. `fault` is one of: "scale", "code", "weights", "rows", "residual", or nothing."""
+    """The ops. `fault` is one of: "scale", "code", "weights", or nothing."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault, self.calls = fault, list[str]()
@@ -56,29 +52,6 @@ class Stub:
             scale[-1] *= 1 + 1e-5
         if self.fault == "code":
             result[-1, -1] += 2 - 4 * (result[-1, -1] > 0)
-
-    def static_scaled_int8_quant(self, result: Any, x: Any, scale: Any, azp: Any) -> None:
-        assert (scale.numel(), azp.numel(), azp.dtype) == (1, 1, torch.int32)
-        scale = scale * (1.1 if self.fault == "scale" else 1)
-        result.copy_(coded(torch.round(x.float() * (1.0 / scale)) + azp))
-
-    def rms_norm_dynamic_per_token_quant(
-        self, result: Any, x: Any, weight: Any, scale: Any, epsilon: float, scale_ub: Any, residual: Any
-    ) -> None:
-        assert scale_ub is None
-        h = x.float() + (0 if residual is None else residual.float())
-        if residual is not None:
-            residual.copy_(h * (1.01 if self.fault == "residual" else 1))
-        root = torch.rsqrt((h * h).mean(1, keepdim=True) + (epsilon + (self.fault == "scale") * 0.05))
-        ranged(result, (h * root).to(x.dtype) * weight, scale)
-        if self.fault == "rows":
-            result[-1] = result[-1].flip(0)
-
-    def silu_and_mul(self, result: Any, x: Any) -> None:
-        gate, up = x.chunk(2, -1)
-        if self.fault == "rows":
-            gate, up = up, gate
-        result.copy_((gate.float() / (1 + torch.exp(-gate.float()))).to(x.dtype) * up)
 
 
 class Loader:

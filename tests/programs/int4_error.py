@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import skuda.torch as st
-from skuda.tools.demo.command import read_sentences
+from skuda.tools.demo.command import Tokens, cosine, embed, read_sentences
 from skuda.tools.demo.encoder import F32, Encoder, load_model
-from skuda.tools.demo.ways import Tokens, cosine, embed
 
 
 class PerChannel(st.SmoothDynamic):

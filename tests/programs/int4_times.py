@@ -24,7 +24,7 @@ from torch.nn import functional
 from skuda.dispatch import Dispatcher
 from skuda.kernels.linear import ScaledLinearDescriptor
 from skuda.registry.device import HOST, Device
-from skuda.tools.bench.lab import LabSizes, TorchLab
+from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.timing import Measurement, Ready, WrongResult, prepared
 from skuda.tools.bench.vllm import Vllm
 
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lab, weights, rows = TorchLab(device), WEIGHTS, ROWS
     else:
         device, weights, rows = HOST, ((48, 256),), (1, 3)
-        lab = TorchLab(device, LabSizes(1 << 20, 1 << 20, 64))
+        lab = TorchLab(device, 1 << 20, 1 << 20, 64)
     found = times(device, weights, rows, lab, Vllm.load(given.vllm), given.repeats)
     record = {"card": device.name, "group_size": GROUP, "times": found}
     given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

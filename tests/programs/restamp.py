@@ -27,7 +27,7 @@ from skuda.dispatch.select.environment import versions
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.sources import read_source, source_hash
 from skuda.tools.bench.record import BenchRecord, CaseResult
-from skuda.tools.verify.evidence import EvidenceFile, SkuEvidence, load_records
+from skuda.tools.verify.evidence import EvidenceFile, SkuEvidence
 from skuda.tools.verify.fingerprint import reference_hash
 from skuda.tools.verify.stamps import DIGITS, meaning, stamp
 
@@ -297,12 +297,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     paths = given.files or sorted((ROOT / "docs" / "evidence").glob("*.json"))
     folders = {path.parent for path in paths}
-    verified = [file for folder in folders for file in load_records(folder).files]
-    benches = {path: bench for folder in folders for path, bench in BenchRecord.files(folder).items()}
+    records: dict[Path, Record] = {}
+    for folder in folders:
+        records |= {**EvidenceFile.files(folder), **BenchRecord.files(folder)}
+    verified = [one for one in records.values() if isinstance(one, EvidenceFile)]
     wrong = 0
     with other_tree(given.base) if given.base else nullcontext() as base:
         for path in paths:
-            found: Record | None = EvidenceFile.load(path) or benches.get(path)
+            found = records.get(path)
             if found is None or isinstance(found.device, str):
                 continue
             record = without_repeated(found, verified) if isinstance(found, EvidenceFile) else found

@@ -29,7 +29,7 @@ from skuda.registry import (
     Scaling,
 )
 from skuda.registry.value import Extent
-from skuda.tools.words.arguments import argument_rows
+from skuda.tools.parse.arguments import argument_rows
 
 F32 = ElementKind.F32
 

@@ -188,7 +188,7 @@ BAD = {
     "no amount": (["cache", "gc"], "be given"),
     "no size": (["cache", "gc", "--max-size", "1 gallon"], "such as 1GiB"),
     "no age": (["cache", "gc", "--older-than", "1y"], "such as 30d"),
-    "nobody to ask": (["demo", "--device", "gpus"], "near: gpu"),
+    "no place": (["verify", "--device", "cpus"], "near: cpu"),
 }
 
 

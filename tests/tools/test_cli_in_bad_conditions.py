@@ -250,7 +250,6 @@ PLACES = (
     "bundle @ --op fill --device h300",
     "compile --op @",
     "compile --arch @",
-    "demo --device @",
     "certify @ --device host",
     "certify qwen3 --device @",
     "@",
@@ -264,8 +263,6 @@ PLACES = (
     ),
 )
 def test_words_without_sense(folder, skuda, word, place):
-    if place == "demo --device @" and word in ("empty", "digits that are none"):
-        pytest.skip("the demo may be installed, and takes long")
     arguments = [part.replace("@", WORDS[word]) for part in place.split(" ")]
     status, _, err = skuda(*arguments)
     assert_reported(status, err)

@@ -49,10 +49,10 @@ from skuda.tools.options import (
     option,
 )
 from skuda.tools.output import Report, chosen, refuse, split
+from skuda.tools.parse.cases import BenchCase, random_shapes, rank_of, select_cases, select_ops
+from skuda.tools.parse.shapes import read_rows, read_shapes
 from skuda.tools.verify.fingerprint import source_hash
 from skuda.tools.verify.stamps import stamp
-from skuda.tools.words.cases import BenchCase, random_shapes, rank_of, select_cases, select_ops
-from skuda.tools.words.shapes import read_rows, read_shapes
 
 _FEW = ("cutlass", "vllm", "bf16")
 """Rivals at random shapes, where compiling and tuning the others would take most of the time."""
@@ -185,9 +185,7 @@ class KernelBench(Measurement):
         self.absent.update((one.name, why) for one in rivals if one.name not in self.absent and (why := absence(one)))
         able = {one.name: partial(self._ready, one, problem, inputs) for one in rivals if one.name not in self.absent}
         ready, refused = prepared(able)
-        self.lab.reading()  # what was read before is not about these rounds
         timings = self.timed({OURS: ours, **ready})
-        read = self.lab.reading()
         results = (
             RivalResult(
                 name=one.name,
@@ -198,7 +196,7 @@ class KernelBench(Measurement):
             )
             for one in rivals
         )
-        return {"timing": timings[OURS], "rivals": tuple(results)} | (read._asdict() if read else {})
+        return {"timing": timings[OURS], "rivals": tuple(results)}
 
     def _ready(self, rival: Rival, problem: Descriptor, inputs: Arrays) -> Ready:
         """Prepare a rival; one that has alternatives is its fastest."""
@@ -227,7 +225,6 @@ class KernelBench(Measurement):
         def fresh() -> None:
             for check in alternatives.checks:
                 self.lab.poison(check.outputs)
-            alternatives.restore()
 
         def wrong() -> str:
             found = next(filter(None, (self.mismatch(*check) for check in alternatives.checks)), "")
@@ -237,7 +234,7 @@ class KernelBench(Measurement):
 
     def _ceilings(self) -> Ceilings:
         found: dict[str, Any] = {}
-        notes = [self.lab.unwatched] if self.lab.unwatched else []
+        notes: list[str] = []
         for ceiling in self.lab.ceilings():
             ready, refused = prepared({ceiling.name: partial(self._ceiling, ceiling)})
             notes += [f"{name}: {why}" for name, why in refused.items()]

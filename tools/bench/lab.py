@@ -27,18 +27,15 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.registry.op import Case, Op
 from skuda.registry.registry import Registry
-from skuda.tools.bench.clock import CudaClock, HostClock, Reading, Replay, Sensor, median
-from skuda.tools.bench.formulas import ROWS, scaled_mm, torch_dtype
-from skuda.tools.bench.formulas import answer as torch_answer
-from skuda.tools.output import words
-from skuda.tools.verify.batches import alone, rows_of
-from skuda.tools.verify.compare import differing, element_text, first_of
+from skuda.tools.bench.clock import CudaClock, HostClock, Replay
+from skuda.tools.bench.rival import scaled_mm, torch_dtype
+from skuda.tools.verify.batches import Batch, alone
+from skuda.tools.verify.compare import difference, differing
+from skuda.tools.verify.problems import axes_of, row_field
 from skuda.tools.verify.trial import answer as reference_answer
 
-_COMPARED = 1 << 20
-"""Differing elements that are looked at more closely at a time, where some distance is allowed."""
-_ROWS = 16
-"""Rows of attention, norms and gates that are compared: no other row counts for them, and the reference is slow."""
+_ROWS, _SAMPLED_ELEMENTS = 16, 1 << 20
+"""Fewest rows of a large output that are compared, and elements: the reference of all would take minutes."""
 _SAMPLED = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
 """How the rows of logits are sampled."""
 Arrays = Mapping[str, Any]
@@ -58,22 +55,10 @@ class Ceiling(NamedTuple):
     graph: bool = True
 
 
-class LabSizes(NamedTuple):
-    """Sizes of the arrays of a `TorchLab`: bytes of a flush, bytes of a copied array, and M = N = K of products."""
-
-    flushed: int
-    copied: int = 1 << 30
-    product: int = 8192
-
-
 class HostLab:
-    """Arrays and a clock: here NumPy arrays on the CPU, inputs as the registry's ops draw them, and the host's clock.
-
-    `unwatched` says why clock and power of the device are not read; it is empty if they are, or if it has none.
-    """
+    """Arrays and a clock: here NumPy arrays on the CPU, inputs drawn by the ops, and the host's clock."""
 
     clock: HostClock | CudaClock
-    unwatched: str = ""
     _answered: tuple[Arrays, Arrays] | None = None
 
     def __init__(self, registry: Registry) -> None:
@@ -116,14 +101,15 @@ class HostLab:
             self._answered = (inputs, self.answer(op, problem, inputs))
         rows = self.sample(problem)
         for name, got in outputs.items():
-            found = self.differences(got if rows is None else got[rows], self._answered[1][name], ulps)
+            want = self._answered[1][name]
+            found = self.differences(got if rows is None else got.reshape(-1, *want.shape[1:])[rows], want, ulps)
             if found:
-                of = "" if rows is None else f", of rows {words(rows)}"
+                of = "" if rows is None else f", of {len(rows)} rows that were compared"
                 return f"wrong result: {name}{found}{of}"
         return ""
 
-    def sample(self, problem: Descriptor) -> list[int] | None:  # noqa: ARG002  other labs look at it
-        """Return the rows of the outputs that are compared; None for all."""
+    def sample(self, problem: Descriptor) -> Any:  # noqa: ARG002  other labs look at it
+        """Return the rows of the outputs that are compared, places on their first axis; None for all."""
         return None
 
     def answer(self, op: Op, problem: Descriptor, inputs: Arrays) -> Arrays:
@@ -134,23 +120,16 @@ class HostLab:
 
     def differences(self, got: Any, want: Any, ulps: int | None) -> str:
         """Describe the first element that differs by more than `ulps`, and the count; empty if there is none."""
-        flat, wanted = got.reshape(-1), want.reshape(-1)
-        bad = differing(flat, wanted, ulps or 0)
-        if not bad.any() or (ulps is None and np.isfinite(flat.astype(np.float64)).all()):
+        want = want.reshape(got.shape)
+        bad = differing(got, want, ulps or 0)
+        if not bad.any() or (ulps is None and np.isfinite(got.astype(np.float64)).all()):
             return ""
-        (at,) = first_of(bad)
-        return _described(np.unravel_index(at, got.shape), flat, wanted, at, int(bad.sum()), bad.size)
+        found = difference("", bad, got, want)
+        return f"{list(found['at'])}: got {found['got']}, want {found['want']}; {found['message']}"
 
     def ceilings(self) -> tuple[Ceiling, ...]:
         """Return the ceilings of the device; empty if they are not measured."""
         return ()
-
-    def reading(self) -> Reading | None:
-        """Return the medians of SM clock and power since the last call of this; None if they are not read."""
-        taken = self.clock.readings if isinstance(self.clock, CudaClock) else []
-        found = median(taken)
-        taken.clear()
-        return found
 
     def tidy(self) -> None:
         """Free the memory of the last problem."""
@@ -158,13 +137,15 @@ class HostLab:
 
 
 class TorchLab(HostLab):
-    """Torch tensors on a present CUDA device, or on the CPU; without `sizes`, a flush fits the device's L2 cache.
+    """Torch tensors on a present CUDA device, or on the CPU.
 
+    `flushed` are the bytes of a flush, 0 for what fits the device's L2 cache, `copied` those of a copied array, and
+    `product` is M = N = K of products.
     Raises `MissingDependency` if torch is not installed, and `InvalidProblem` if torch has no CUDA or does not see the
     device.
     """
 
-    def __init__(self, device: Device, sizes: LabSizes | None = None) -> None:
+    def __init__(self, device: Device, flushed: int = 0, copied: int = 1 << 30, product: int = 8192) -> None:
         if find_spec("torch") is None:
             raise MissingDependency("torch, with whose arrays and clocks this measures,", "pip install torch")
         torch: Any = importlib.import_module("torch")
@@ -178,17 +159,13 @@ class TorchLab(HostLab):
             self.place = torch.device("cuda", ordinal)
             torch.cuda.set_device(self.place)
             facts = torch.cuda.get_device_properties(self.place)
-            sensor = None
-            try:
-                sensor = Sensor(f"GPU-{facts.uuid}")
-            except (OSError, AttributeError) as error:
-                self.unwatched = f"SM clock and power are not read: {error}"
-            self.clock = CudaClock(torch.cuda, self.place, sensor)
+            self.clock = CudaClock(torch.cuda, self.place)
             l2 = l2 or facts.L2_cache_size
         # A flush replaces the whole content of the L2 cache.
-        self._torch, self._sizes = torch, sizes or LabSizes(max(4 * (l2 or 0), 1 << 26))
-        self._written = torch.empty(self._sizes.flushed, dtype=torch.uint8, device=self.place)
-        self._read = torch.zeros(self._sizes.flushed // 4, dtype=torch.float32, device=self.place)
+        self._torch, self._copied, self._product = torch, copied, product
+        flushed = flushed or max(4 * (l2 or 0), 1 << 26)
+        self._written = torch.empty(flushed, dtype=torch.uint8, device=self.place)
+        self._read = torch.zeros(flushed // 4, dtype=torch.float32, device=self.place)
         self._sum = torch.zeros((), dtype=torch.float32, device=self.place)
 
     def draw(self, problem: Descriptor, seed: int) -> dict[str, Any]:
@@ -250,50 +227,37 @@ class TorchLab(HostLab):
         self._torch.sum(self._read, dim=0, out=self._sum)
 
     def answer(self, op: Op, problem: Descriptor, inputs: Arrays) -> Arrays:
-        """Compute the op with torch; without a formula, run the op's reference."""
-        torch, wanted = self._torch, torch_answer(problem, inputs)
-        if wanted is not None:
-            return dict(zip((a.name for a in _made(problem)), wanted, strict=True))
-        if (rows := self.sample(problem)) is not None:
-            if isinstance(problem, AttentionDescriptor):
-                tables = {a.name: tensor_view(inputs[a.name].cpu()) for a in TABLES}
-                part = alone(problem, tables, np.array(rows))
-            else:
-                part = rows_of(problem, np.array(rows))
+        """Run the op's reference on the host, for the rows that are compared."""
+        torch, rows = self._torch, self.sample(problem)
+        if rows is not None:
+            part = _part(problem, inputs, rows.cpu().numpy())
             taken = {n: torch.from_numpy(at).to(self.place) for n, at in part.picked.items()}
             inputs = {n: value[taken[n]] if n in taken else value for n, value in inputs.items()} | part.tables
             problem = part.problem
         host = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in inputs.items()}
-        return {n: torch.as_tensor(one, device=self.place) for n, one in super().answer(op, problem, host).items()}
+        return super().answer(op, problem, host)
 
-    def sample(self, problem: Descriptor) -> list[int] | None:
-        """Return some rows, from the first to the last, where the reference computes what is compared."""
-        if not isinstance(problem, (AttentionDescriptor, *ROWS)):
+    def sample(self, problem: Descriptor) -> Any:
+        """Return some rows, from the first to the last, of a large problem whose rows do not depend on each other."""
+        if (place := _rows(problem)) is None:
             return None
-        count = getattr(problem, "tokens" if isinstance(problem, AttentionDescriptor) else "n")
-        return [*map(int, np.unique(np.linspace(0, count - 1, min(_ROWS, count)).astype(int)))]
+        extent, most = _extent(problem, place), max(math.prod(_shape(one)) for one in _made(problem))
+        few = (
+            _ROWS
+            if isinstance(problem, AttentionDescriptor)
+            else max(_ROWS, _SAMPLED_ELEMENTS * extent // max(1, most))
+        )
+        rows = np.linspace(0, extent - 1, few).astype(np.int64)
+        return self._torch.from_numpy(rows).to(self.place) if few < extent else None
 
     def differences(self, got: Any, want: Any, ulps: int | None) -> str:
-        """Compare tensors on their device; only differing elements are copied to the host."""
-        torch = self._torch
-        want = want.reshape(got.shape)
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-        bad = (got.view(bits) != want.view(bits)).reshape(-1)
-        count = int(bad.sum())
-        if not count or (ulps is None and bool(torch.isfinite(got.double()).all())):
-            return ""
-        for at in bad.nonzero().reshape(-1).split(_COMPARED):
-            ours, theirs = (tensor_view(array.reshape(-1)[at].cpu()) for array in (got, want))
-            far = differing(ours, theirs, ulps or 0)
-            if far.any():
-                first = int(np.argmax(far))
-                where = np.unravel_index(int(at[first]), tuple(got.shape))
-                return _described(where, ours, theirs, first, count, math.prod(got.shape))
-        return ""
+        """Compare tensors on the host."""
+        on_host = [one if isinstance(one, np.ndarray) else tensor_view(one.detach().cpu()) for one in (got, want)]
+        return super().differences(on_host[0], on_host[1], ulps)
 
     def ceilings(self) -> tuple[Ceiling, ...]:
         """Return copies, by the driver and by a kernel, because either may be faster, products, and an empty kernel."""
-        torch, place, size, copied = self._torch, self.place, self._sizes.product, self._sizes.copied
+        torch, place, size, copied = self._torch, self.place, self._product, self._copied
 
         def matrix() -> Any:
             return torch.randn((size, size), dtype=torch.bfloat16, device=place)
@@ -324,10 +288,29 @@ class TorchLab(HostLab):
         self._torch.cuda.empty_cache()
 
 
-def _described(where: Sequence[Any], got: Any, want: Any, index: int, count: int, size: int) -> str:
-    """Describe a wrong element at `index` of two flat arrays, with its bits; `count` of `size` elements differ."""
-    place, at = [int(i) for i in where], (index,)
-    return f"{place}: got {element_text(got, at)}, want {element_text(want, at)}; {count} of {size} elements differ"
+def _rows(problem: Descriptor) -> tuple[str, int | None] | None:
+    """Return the field that counts independent rows, or elements of flat data; None if rows depend on each other."""
+    fields = type(problem).model_fields
+    if isinstance(problem, CacheProblem):
+        return ("tokens", None) if isinstance(problem, AttentionDescriptor) else None
+    name = "numel" if "numel" in fields else row_field(problem)
+    return ("shape", 0) if "shape" in fields else (name, None) if name else None
+
+
+def _extent(problem: Descriptor, place: tuple[str, int | None]) -> int:
+    name, index = place
+    value = getattr(problem, name)
+    return int(value if index is None else value[index])
+
+
+def _part(problem: Descriptor, inputs: Arrays, rows: Any) -> Batch:
+    """Return some rows of a problem as a problem of their own."""
+    if isinstance(problem, AttentionDescriptor):
+        return alone(problem, {a.name: tensor_view(inputs[a.name].cpu()) for a in TABLES}, rows)
+    name, index = place = _rows(problem) or ("", None)
+    size = len(rows) if index is None else (len(rows), *getattr(problem, name)[1:])
+    names = (name for name, axis in axes_of(problem)[place] if axis == 0)
+    return Batch("", problem.model_copy(update={name: size}), dict.fromkeys(names, rows), {})
 
 
 def _made(problem: Descriptor, *roles: Role) -> list[Argument]:

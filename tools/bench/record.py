@@ -78,8 +78,7 @@ class CaseResult(Value):
     timing : Timing or None
         None if it was refused.
     mhz, watts : float or None
-        SM clock and power of the card while the kernel and its rivals were timed, each the median of several readings;
-        None if they could not be read.
+        SM clock and power of the card in earlier records, each the median of several readings.
     rivals : tuple of RivalResult
         The rivals' results.
     refused : str

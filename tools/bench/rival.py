@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import EpilogueKind
-from skuda.tools.bench.formulas import Inputs, token_codes, torch_module
 from skuda.tools.output import words
 
 Call = Callable[[], Any]
+Inputs = Mapping[str, Any]
+
+
+def torch_module() -> Any:
+    """Return torch, which may be missing."""
+    return importlib.import_module("torch")
+
+
+def torch_dtype(element: ElementKind) -> Any:
+    """Return torch's dtype for an array that stores `element`."""
+    return getattr(torch_module(), str(storage_dtype(element)))
+
+
+def scaled_mm(a: Any, b: Any, a_scale: Any, b_scale: Any) -> Any:
+    """Multiply e4m3 matrices into bf16, with one scale for all of each, or one a row of `a` and a column of `b`."""
+    torch = torch_module()
+    return torch._scaled_mm(  # noqa: SLF001  torch's fp8 product has no public name
+        a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 class Check(NamedTuple):
@@ -24,14 +44,10 @@ class Check(NamedTuple):
 
 
 class Alternatives(NamedTuple):
-    """Equivalent calls by name; the fastest one for the problem is the rival, and is checked before it is timed.
-
-    `restore` is called before the checked run, for a call that changes one of its inputs.
-    """
+    """Equivalent calls by name; the fastest one for the problem is the rival, and is checked before it is timed."""
 
     calls: Mapping[str, Call]
     checks: tuple[Check, ...]
-    restore: Call = lambda: None
 
 
 class Rival(NamedTuple):
@@ -76,3 +92,12 @@ def operands(problem: Any, inputs: Inputs) -> tuple[Any, Any, Any, Any]:
     value = getattr(problem, "act_scale", 1.0)
     scale = torch.full((len(codes), 1), value, dtype=weight_scale.dtype, device=codes.device)
     return codes, scale, weight, weight_scale
+
+
+def token_codes(problem: Any, x: Any) -> tuple[Any, Any]:
+    """Quantize an activation of shape (m, k) as `quantized_linear` does: codes in s8, and one f32 scale per row."""
+    torch = torch_module()
+    # torch divides by a number by multiplying with its reciprocal, and by a tensor exactly.
+    scale = x.abs().amax(1, keepdim=True).float() / torch.full((1,), float(problem.q_max), device=x.device)
+    scale = torch.where(scale == 0, 1, scale)
+    return torch.round(x.float() / scale).clamp(problem.q_min, problem.q_max).to(torch.int8), scale

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from skuda.kernels.attention.cache import CacheProblem
+from skuda.kernels.attention.attention import AttentionDescriptor
+from skuda.kernels.attention.cache import PAGE, column_of
 from skuda.kernels.linear.problem import LinearProblem
-from skuda.kernels.quantize.fake_quantize import FakeQuantize
-from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
-from skuda.kernels.quantize.granularity import PerTensor
-from skuda.kernels.sampling.weights import LogitsProblem
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.elements import ElementKind
-from skuda.tools.bench.attention import cache_rivals
 from skuda.tools.bench.cutlass.rival import Cutlass
-from skuda.tools.bench.formulas import Inputs, formula, scaled_mm, torch_dtype, torch_module, views
-from skuda.tools.bench.logits import logits_rivals
-from skuda.tools.bench.rival import Call, Rival, operands
+from skuda.tools.bench.rival import Alternatives, Call, Inputs, Rival, operands, scaled_mm, torch_module
 from skuda.tools.bench.timing import error_line
 from skuda.tools.bench.vllm import Vllm
 
@@ -36,22 +28,14 @@ def rivals_of(problem: Descriptor, libraries: Sequence[Cutlass | Vllm] = (Cutlas
     built = tuple(rival for library in libraries if (rival := library.rival(problem)) is not None)
     if isinstance(problem, LinearProblem):
         return (*built, *_product_rivals(problem))
-    if isinstance(problem, CacheProblem):
-        return (*built, *cache_rivals(problem, _compile))
-    if isinstance(problem, LogitsProblem):
-        return (*built, *logits_rivals(problem))
-    found = [
-        *built,
-        Rival("eager", "the same, operation by operation", _eager),
-        Rival("compile", "the same by torch.compile, whose roundings are its own", partial(_eager, compiled=True)),
-    ]
-    if isinstance(problem, FakeQuantize):
-        what = "torch.fake_quantize_*_affine: multiplies by 1/scale, and writes a mask"
-        found.append(Rival("builtin", what, _fake_quantize))
-    elif isinstance(problem, FakeQuantizeBackward):
-        what = "the backward of torch.fake_quantize_*_affine, from a mask that its forward wrote"
-        found.append(Rival("builtin", what, _fake_quantize_backward))
-    return tuple(found)
+    if isinstance(problem, AttentionDescriptor):
+        what = "in bf16 over contiguous keys and values, nothing quantized"
+        named = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+        return (
+            *built,
+            *(Rival(name, f"torch's {own} {what}", partial(_attention, own)) for name, own in named.items()),
+        )
+    return built
 
 
 def absence(rival: Rival) -> str:
@@ -83,58 +67,6 @@ def torchao_linear(linear: Any) -> Any:
     return holder["linear"]
 
 
-def bitsandbytes_linear(linear: Any) -> Any:
-    """Return a linear layer as bitsandbytes quantizes it to int8, without outliers in higher precision."""
-    nn = importlib.import_module("bitsandbytes").nn
-    made = nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, threshold=0)
-    weight = linear.weight.detach().to("cpu", torch_module().float16)
-    made.weight = nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    return made.to(linear.weight.device)
-
-
-# --- ops on rows -----------------------------------------------------------------------------------------------------
-
-
-def _eager(problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
-    found = formula(problem, inputs)
-    if found is None:
-        raise NotImplementedError("this problem has no formula in torch operations here")
-    return _compile(found) if compiled else found
-
-
-def _compile(function: Callable[..., Any], *tensors: Any, **how: Any) -> Call:
-    compiled = torch_module().compile(function, **{"dynamic": False, **how})
-    compiled(*tensors)
-    return lambda: compiled(*tensors)
-
-
-def _affine(problem: Any, inputs: Inputs) -> tuple[str, tuple[Any, ...]]:
-    """Return torch's form for a problem, and the arguments it takes: data, scale, zero point (and axis)."""
-    if isinstance(problem, PerTensor):
-        return "tensor", (inputs["input"], inputs["scale"], inputs["zero_point"])
-    # Per token and per group are per channel of the data reshaped to one row per segment.
-    data, segment = views(problem)
-    shape = data if hasattr(problem, "axis") else (math.prod(segment), -1)
-    factors = (inputs["scale"].reshape(-1), inputs["zero_point"].reshape(-1))
-    return "channel", (inputs["input"].reshape(shape), *factors, getattr(problem, "axis", 0))
-
-
-def _fake_quantize(problem: Any, inputs: Inputs) -> Call:
-    form, arguments = _affine(problem, inputs)
-    function = getattr(torch_module(), f"fake_quantize_per_{form}_affine")
-    return lambda: function(*arguments, problem.q_min, problem.q_max)
-
-
-def _fake_quantize_backward(problem: Any, inputs: Inputs) -> Call:
-    aten = torch_module().ops.aten
-    form, arguments = _affine(problem, inputs)
-    forward = getattr(aten, f"fake_quantize_per_{form}_affine_cachemask")
-    backward = getattr(aten, f"fake_quantize_per_{form}_affine_cachemask_backward")
-    _, mask = forward(*arguments, problem.q_min, problem.q_max)
-    gradient = inputs["d_output"].reshape(arguments[0].shape)
-    return lambda: backward(gradient, mask)
-
-
 # --- products --------------------------------------------------------------------------------------------------------
 
 
@@ -142,23 +74,20 @@ def _product_rivals(problem: LinearProblem) -> tuple[Rival, ...]:
     """Return the rivals of a product: of codes, or of a whole layer as users of PyTorch run it."""
     real = Rival("bf16", "F.linear in bf16, nothing quantized", _bf16)
     if not problem.dynamic:
-        scaled = Rival("compile", "torch._int_mm and dequantization by torch.compile", _int_mm_compiled)
-        return (
-            real,
-            Rival("int_mm", "torch._int_mm: int32 sums, no dequantization", _int_mm),
-            *(() if problem.output is ElementKind.S32 else (scaled,)),
-            Rival("fp8", "torch._scaled_mm in e4m3, one scale for all", _scaled_mm),
-        )
+        return real, Rival("fp8", "torch._scaled_mm in e4m3, one scale for all", _scaled_mm)
     fp8 = "quantization to e4m3 with a scale a row, and torch._scaled_mm, by torch.compile"
-    torchao = "Int8DynamicActivationInt8WeightConfig by torch.compile"
     return (
         real,
         Rival("bf16 compiled", "F.linear in bf16 by torch.compile", partial(_bf16, compiled=True)),
-        Rival("compile", "quantization, torch._int_mm and dequantization by torch.compile", _int_mm_compiled),
         Rival("fp8", fp8, _fp8_layer),
-        Rival("torchao", torchao, partial(_layer, torchao_linear, compiled=True), "torchao"),
-        Rival("bitsandbytes", "Linear8bitLt, threshold 0", partial(_layer, bitsandbytes_linear), "bitsandbytes"),
+        Rival("torchao", "Int8DynamicActivationInt8WeightConfig by torch.compile", _torchao, "torchao"),
     )
+
+
+def _compile(function: Callable[..., Any], *tensors: Any, **how: Any) -> Call:
+    compiled = torch_module().compile(function, **{"dynamic": False, **how})
+    compiled(*tensors)
+    return lambda: compiled(*tensors)
 
 
 def _real_weight(inputs: Inputs, weight_scale: Any) -> Any:
@@ -172,32 +101,9 @@ def _bf16(problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
     return _compile(linear, x, weight) if compiled else partial(linear, x, weight)
 
 
-def _layer(quantized: Callable[[Any], Any], _problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
-    """Return a call of another library's layer on the activation in bf16."""
-    x = inputs["activation"].to(torch_module().bfloat16)
-    made = quantized(linear_of(_real_weight(inputs, inputs["weight_scale"])))
-    return _compile(made, x, **TORCHAO_COMPILED) if compiled else partial(made, x)
-
-
-def _int_mm(problem: Any, inputs: Inputs) -> Call:
-    codes, _, weight, _ = operands(problem, inputs)
-    return partial(torch_module()._int_mm, codes, weight.T)  # noqa: SLF001  the only int8 product that torch has
-
-
-def _int_mm_compiled(problem: Any, inputs: Inputs) -> Call:
-    torch, (codes, scale, weight, weight_scale) = torch_module(), operands(problem, inputs)
-    output, product = torch_dtype(problem.output), torch._int_mm  # noqa: SLF001  as above
-    if not problem.dynamic:
-        factors = scale * weight_scale if "act_scale" in inputs else problem.act_scale * weight_scale
-        return _compile(lambda a, b, f: (product(a, b).float() * f).to(output), codes, weight.T, factors)
-
-    def layer(x: Any, b: Any, b_scale: Any, most: Any) -> Any:
-        a_scale = x.abs().amax(1, keepdim=True).float() / most
-        a = torch.round(x.float() / a_scale).clamp(problem.q_min, problem.q_max).to(torch.int8)
-        return (product(a, b).float() * (a_scale * b_scale)).to(output)
-
-    most = torch.full((1,), float(problem.q_max), device=weight.device)
-    return _compile(layer, inputs["activation"], weight.T, weight_scale, most)
+def _torchao(_problem: Any, inputs: Inputs) -> Call:
+    layer = torchao_linear(linear_of(_real_weight(inputs, inputs["weight_scale"])))
+    return _compile(layer, inputs["activation"].to(torch_module().bfloat16), **TORCHAO_COMPILED)
 
 
 def _scaled_mm(problem: Any, inputs: Inputs) -> Call:
@@ -223,3 +129,46 @@ def _fp8_layer(_problem: Any, inputs: Inputs) -> Call:
     most = torch.full((1,), _E4M3_MOST, device=real.device)
     weight, scale = coded(real, most)
     return _compile(layer, inputs["activation"].to(torch.bfloat16), weight.T, scale.T, most)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention_operands(problem: AttentionDescriptor, inputs: Inputs) -> tuple[Any, Any, Any]:
+    """Return q, k and v in bf16, [sequences, heads, tokens, head_size]; raise for what torch has no mask for."""
+    torch, keys = torch_module(), problem.most_blocks * PAGE
+    new = problem.tokens // problem.sequences
+    if not problem.causal or problem.window is not None or new not in (1, keys):
+        raise NotImplementedError("torch's attention has a mask for one new token, or for all, of every sequence")
+
+    def real(codes: str, scale: str) -> Any:
+        return inputs[codes].to(torch.bfloat16) * inputs[scale][..., None].to(torch.bfloat16)
+
+    def gathered(pages: Any) -> Any:
+        """Return pages [pages, kv_heads, 128, head_size] in the order of the table."""
+        split = pages[inputs["block_table"].reshape(-1).long()].unflatten(0, (problem.sequences, -1))
+        shape = (problem.sequences, problem.kv_heads, keys, problem.head_size)
+        return split.transpose(1, 2).reshape(shape).contiguous()
+
+    q = real("q_codes", "q_scale").unflatten(0, (problem.sequences, new)).transpose(1, 2).contiguous()
+    k = gathered(real("k_codes", "k_scale"))
+    columns = column_of(torch.arange(PAGE, device=q.device))
+    v = inputs["v_codes"][..., columns].transpose(2, 3).to(torch.bfloat16)
+    return q, k, gathered(v * inputs["v_scale"][..., None].to(torch.bfloat16))
+
+
+def _attention(name: str, problem: AttentionDescriptor, inputs: Inputs) -> Alternatives:
+    """Return torch's attention by one of its backends: heads share keys, or are rows of one query where they can be."""
+    torch = torch_module()
+    attention, (q, k, v) = torch.nn.functional.scaled_dot_product_attention, attention_operands(problem, inputs)
+    sdpa_kernel, backend = torch.nn.attention.sdpa_kernel, getattr(torch.nn.attention.SDPBackend, name)
+
+    def call(query: Any, *, causal: bool, **how: Any) -> Any:
+        with sdpa_kernel(backend):
+            return attention(query, k, v, is_causal=causal, scale=problem.scale, **how)
+
+    one = q.shape[2] == 1
+    calls = {"shared heads": partial(call, q, causal=not one, enable_gqa=problem.group > 1)}
+    if one:
+        calls["heads as rows"] = partial(call, q.reshape(*k.shape[:2], problem.group, -1), causal=False)
+    return Alternatives(calls, ())

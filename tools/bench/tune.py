@@ -19,9 +19,9 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.text import one_line
 from skuda.tools.bench.timing import Arrays, Measurement, Ready, error_line, max_ulps, prepared
 from skuda.tools.output import Report, words
+from skuda.tools.parse.problem import pairs
 from skuda.tools.ship.cubins import Wanted, build_cubins, cubins_of
 from skuda.tools.verify.fingerprint import source_hash
-from skuda.tools.words.problem import pairs
 
 _NEAR, _AGAIN = 1.1, 4
 """Candidates up to so many times slower than the fastest are timed again, in so many times the rounds.

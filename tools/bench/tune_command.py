@@ -39,9 +39,9 @@ from skuda.tools.options import (
     own_options,
 )
 from skuda.tools.output import chosen, progress, refuse, split, tell, words
-from skuda.tools.words.cases import random_shapes, rank_of, select_cases, select_ops
-from skuda.tools.words.problem import describe, pairs
-from skuda.tools.words.shapes import read_shapes
+from skuda.tools.parse.cases import random_shapes, rank_of, select_cases, select_ops
+from skuda.tools.parse.problem import describe, pairs
+from skuda.tools.parse.shapes import read_shapes
 
 _SHOWN = 8
 """Candidates of a problem that a report shows, besides the refused ones."""

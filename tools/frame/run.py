@@ -21,7 +21,7 @@ from skuda.tools.frame.record import Record
 from skuda.tools.frame.view import Sections, markdown, show
 from skuda.tools.output import progress, refuse, split, stdout, tell
 
-_PACKAGES = ("numpy", "torch", "triton", "torchao", "bitsandbytes")
+_PACKAGES = ("numpy", "torch", "triton", "torchao")
 _Kind = TypeVar("_Kind", bound=Record)
 
 

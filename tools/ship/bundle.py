@@ -104,7 +104,7 @@ def _show(bundle: Bundle, *, as_json: bool) -> int:
     names = ("sku", "arch", "backend", "compiler", "size", "sha256", "file")
     cubins = [{name: getattr(m, name) for name in names} | {"flags": " ".join(m.flags)} for m in members]
     value = head | {"troubles": troubles, "foreign": len(foreign), "cubins": cubins}
-    present(value, (tuple(cubin.values()) for cubin in cubins), person, as_json=as_json)
+    present(value, person, as_json=as_json)
     for trouble in troubles:
         tell(trouble, "red")
     if foreign:

@@ -29,10 +29,7 @@ _UNFINISHED = 86400
 
 
 def ls(*, as_json: Json = False) -> int:
-    """List what is in the cache.
-
-    Piped, each line is a record with tabs between kernel, arch, compiler, bytes, seconds of age, trouble and path.
-    """
+    """List what is in the cache."""
     return _show(as_json=as_json)
 
 
@@ -48,8 +45,7 @@ def _show(*, as_json: bool, only_wrong: bool = False) -> int:
     now = time.time()
     rows = [_as_json(entry, now) for entry in shown]
     value = {"folder": str(cache.folder), "entries": rows}
-    records = (tuple(row.values()) for row in rows)
-    present(value, records, lambda console: _print(console, cache, entries, shown), as_json=as_json)
+    present(value, lambda console: _print(console, cache, entries, shown), as_json=as_json)
     return 1 if only_wrong and shown else 0
 
 

@@ -20,9 +20,9 @@ from skuda.registry.errors import CompileError, InvalidProblem
 from skuda.registry.sku import KernelSku
 from skuda.tools.options import Archs, Backends, Descriptors, Devices, Json, Ops, Words, own_options
 from skuda.tools.output import OP_WORDS, chosen, count, nearest, present, progress, split, table_of, tell, words
+from skuda.tools.parse.devices import cards_of, named_device
+from skuda.tools.parse.problem import describe, pairs, read_problems
 from skuda.tools.ship.cubins import Outcome, State, build_cubins, cubins_of
-from skuda.tools.words.devices import cards_of, named_device
-from skuda.tools.words.problem import describe, pairs, read_problems
 
 _FAILURES_SHOWN = 10
 _STATES: tuple[State, ...] = ("compiled", "cached", "failed")
@@ -116,9 +116,8 @@ def print_outcomes(found: Sequence[Outcome], *, as_json: bool = False) -> None:
         console.print(f"\n{count(len(found), 'cubin')}: {words(f'{states[s]} {s}' for s in _STATES if states[s])}.")
         console.print(f"in {words(folders)}", style="dim", soft_wrap=True)
 
-    failures = (("failure", outcome.wanted.sku.id, outcome.wanted.arch, outcome.reason) for outcome in failed)
     value = {"folders": folders, "cubins": [_as_json(outcome) for outcome in found]}
-    present(value, (*rows, *failures), person, as_json=as_json)
+    present(value, person, as_json=as_json)
 
 
 def _problems(

@@ -50,8 +50,8 @@ def run(
 ) -> int:
     """Say which problems get another kernel, promise or speed.
 
-    Exits with 0 where nothing differs, with 1 where anything does. Piped, each line is a record with tabs between
-    kind, op, what, old and new. Predicted times count where they differ by more than a factor of 1.25.
+    Exits with 0 where nothing differs, with 1 where anything does. Predicted times count where they differ by more
+    than a factor of 1.25.
     """
     found = compare(read_lock("OLD", old), read_lock("NEW", new))
 
@@ -60,7 +60,7 @@ def run(
             console.print(line, style=None if line.startswith(" ") else "bold", soft_wrap=True)
 
     value = [{**difference._asdict(), "means": KINDS[difference.kind]} for difference in found]
-    present(value, found, person, as_json=as_json)
+    present(value, person, as_json=as_json)
     if not found:
         tell("no difference", "green")
     return 1 if found else 0

@@ -27,9 +27,9 @@ from skuda.registry.value import Integer, Value
 from skuda.tools.files import check, read_text, write_whole
 from skuda.tools.options import Descriptors, Words, option
 from skuda.tools.output import count, split, stdout, tell
-from skuda.tools.words.cases import select_cases
-from skuda.tools.words.devices import named_device
-from skuda.tools.words.problem import read_problems
+from skuda.tools.parse.cases import select_cases
+from skuda.tools.parse.devices import named_device
+from skuda.tools.parse.problem import read_problems
 
 VERSION = 1
 
@@ -202,8 +202,8 @@ def _answer(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> Answ
 
 def _parted(sku: KernelSku) -> tuple[str, str]:
     """Split an id into the part shared by all kernels for the same problems, and the rest."""
-    parts = sku.id.rsplit(".", 3)
-    return parts[0], ".".join(parts[1:])
+    shared, *own = sku.id.rsplit(".", 3)
+    return shared, ".".join(own)
 
 
 def write_lock(lock: Lock) -> str:

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
@@ -41,6 +42,9 @@ _PURPOSES = {
 """Purposes by extra; the extras for developers of skuda have none."""
 
 
+State = Literal["ok", "missing", "broken"]
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the report: a part, its version or what is wrong, and the command or step that repairs it.
@@ -49,7 +53,7 @@ class Finding:
     with the section's heading.
     """
 
-    state: Literal["ok", "missing", "broken"]
+    state: State
     name: str
     detail: str = ""
     fix: str = ""
@@ -64,15 +68,20 @@ def run(*, as_json: bool = False) -> int:
     found = examine()
     works = all(finding.state == "ok" for finding in found if finding.required)
     value = {"works": works, "findings": [asdict(finding) for finding in found]}
-    rows = [(f.state, f.section, f.name, f.detail, f.fix) for f in found]
-    present(value, rows, lambda console: _print(console, found, works=works), as_json=as_json)
+    present(value, lambda console: _print(console, found, works=works), as_json=as_json)
     return 0 if works else 1
 
 
 def examine() -> list[Finding]:
     """Return every finding, by section."""
+
     # One registry serves all checks, so that a plug-in is imported, and its import timed, only once.
-    dispatcher = cache(_dispatcher)
+    @cache
+    def dispatcher() -> Dispatcher:
+        from skuda.dispatch import Dispatcher
+
+        return Dispatcher(tuning="")  # the file of measured times has its own check
+
     checks: tuple[tuple[str, bool, Callable[[], Iterator[Finding]]], ...] = (
         ("Python", True, _python),
         ("Required packages", True, lambda: (_package(one) for one, extra in requirements() if not extra)),
@@ -100,17 +109,13 @@ def examine() -> list[Finding]:
 
 
 def _python() -> Iterator[Finding]:
-    needed = ">=3.11"
-    try:
+    needed, own = ">=3.11", Finding("missing", "skuda", "not installed as a package", "pip install -e .")
+    with suppress(metadata.PackageNotFoundError):
         needed = str(metadata.metadata("skuda")["Requires-Python"])
         own = Finding("ok", "skuda", metadata.version("skuda"))
-    except metadata.PackageNotFoundError:
-        own = Finding("missing", "skuda", "not installed as a package", "pip install -e .")
     version = platform.python_version()
-    if meets(version, needed):
-        yield Finding("ok", "python", f"{version} at {sys.executable}")
-    else:
-        yield Finding("broken", "python", f"{version}, needs {needed}", f"install Python {needed}")
+    old = Finding("broken", "python", f"{version}, needs {needed}", f"install Python {needed}")
+    yield Finding("ok", "python", f"{version} at {sys.executable}") if meets(version, needed) else old
     yield own
     yield Finding("ok", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
 
@@ -181,14 +186,10 @@ def _compilers() -> Iterator[Finding]:
     from skuda.dispatch.compile.compilers import find_nvcc, find_nvrtc, nvrtc_trouble
 
     nvcc, nvrtc = find_nvcc(), find_nvrtc()
-    if nvcc is None:
-        yield Finding("missing", "nvcc", "no working one on PATH; the backend pycuda needs it", _TOOLKIT)
-    else:
-        yield Finding("ok", "nvcc", f"{nvcc.version} at {nvcc.path}")
-    if nvrtc is None:
-        yield Finding("missing", "nvrtc", f"{nvrtc_trouble()}; cuda_core needs it", "pip install 'skuda[cuda13]'")
-    else:
-        yield Finding("ok", "nvrtc", ".".join(map(str, nvrtc.version)))
+    absent = Finding("missing", "nvcc", "no working one on PATH; the backend pycuda needs it", _TOOLKIT)
+    yield Finding("ok", "nvcc", f"{nvcc.version} at {nvcc.path}") if nvcc else absent
+    absent = Finding("missing", "nvrtc", f"{nvrtc_trouble()}; cuda_core needs it", "pip install 'skuda[cuda13]'")
+    yield Finding("ok", "nvrtc", ".".join(map(str, nvrtc.version))) if nvrtc else absent
 
 
 def _environment() -> Iterator[Finding]:
@@ -209,20 +210,13 @@ def _environment() -> Iterator[Finding]:
             yield Finding("ok", setting.name, setting.given)
 
 
-def _dispatcher() -> Dispatcher:
-    from skuda.dispatch import Dispatcher
-
-    # The file of measured times has its own check.
-    return Dispatcher(tuning="")
-
-
 def _backends(dispatcher: Dispatcher) -> Iterator[Finding]:
     registry = dispatcher.registry
     yield Finding("ok", "registry", f"{len(registry)} kernels of {len(registry.ops)} ops")
     for name, status in dispatcher.status.items():
         required = registry.backends[name].reference
-        state: Literal["ok", "missing", "broken"] = "ok" if status.available else "broken" if required else "missing"
-        yield Finding(state, name, status.detail, status.remedy, required)
+        absent: State = "broken" if required else "missing"
+        yield Finding("ok" if status.available else absent, name, status.detail, status.remedy, required)
     for device in dispatcher.devices:
         facts = [device.describe()]
         if device.sm_count:
@@ -244,18 +238,16 @@ def _plugins(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
     taken = {(plugin.group, plugin.name, plugin.origin): plugin for plugin in dispatcher.plugins}
     for each in named:
         plugin = taken.get((each.group, each.name, each.origin))
-        what = f"{each.group} of {each.origin}"
-        without = f"SKUDA_PLUGINS=-{each.name}"
+        what, without = f"{each.group} of {each.origin}", f"SKUDA_PLUGINS=-{each.name}"
         if plugin is None:
             yield Finding("missing", each.name, f"{what}, turned off", "unset SKUDA_PLUGINS")
         elif plugin.reason:
             fix = f"pip install --upgrade {plugin.package}, pip uninstall {plugin.package}, or {without}"
             yield Finding("broken", each.name, f"{what}: {plugin.reason}", fix)
-        elif plugin.seconds > _SLOW:
-            detail = f"{what}, slow: {plugin.seconds:.3f} s to load"
-            yield Finding("ok", each.name, detail, f"tell its author; {without} leaves it out")
         else:
-            yield Finding("ok", each.name, f"{what}, {plugin.seconds:.3f} s to load")
+            slow, took = plugin.seconds > _SLOW, f"{plugin.seconds:.3f} s to load"
+            fix = f"tell its author; {without} leaves it out" if slow else ""
+            yield Finding("ok", each.name, f"{what}, slow: {took}" if slow else f"{what}, {took}", fix)
 
 
 def _serving() -> Iterator[Finding]:
@@ -276,10 +268,8 @@ def _cache() -> Iterator[Finding]:
     cache = CubinCache()
     # The folder is created with the first compiled kernel; until then its nearest existing parent decides.
     there = next(folder for folder in (cache.folder, *cache.folder.absolute().parents) if folder.exists())
-    trouble = cache.distrust()
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        trouble = f"{cache.folder} cannot be written"
-    if trouble:
+    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    if trouble := cache.distrust() if writable else f"{cache.folder} cannot be written":
         yield Finding("broken", "directory", trouble, "set SKUDA_CACHE_DIR to a folder that only you can write")
     elif there != cache.folder:
         yield Finding("ok", "directory", f"{cache.folder}, made when needed")
@@ -311,8 +301,9 @@ def _bundles(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
             detail = f"{bundle.path}: {len(troubles)} of {number} cannot be used: {troubles[0]}"
             yield Finding("broken", "bundle", detail, again)
             continue
-        made = f"{bundle.path}, made by skuda {bundle.manifest.skuda}"
-        detail = f"{made}: {number} for {words(sorted(served))}, all whole"
+        detail = (
+            f"{bundle.path}, made by skuda {bundle.manifest.skuda}: {number} for {words(sorted(served))}, all whole"
+        )
         foreign = len(foreign_members(bundle, get().registry))
         if foreign:
             detail += f"; {foreign} from other sources than those here, and never found"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -33,8 +33,8 @@ from skuda.tools.output import (
     stdout,
     words,
 )
-from skuda.tools.words.devices import named_device, served_by
-from skuda.tools.words.problem import (
+from skuda.tools.parse.devices import named_device, served_by
+from skuda.tools.parse.problem import (
     aliases_of,
     assumptions,
     convert,
@@ -121,7 +121,6 @@ def run(
     notes = (*(f"assumed {text}" for text in pairs(assumed)), *found.notes)
     present(
         found.model_copy(update={"notes": notes}).model_dump(mode="json") if as_json else None,
-        _rows(found, assumed),
         lambda console: _print(console, registry, found, assumed, show_all=show_all),
         as_json=as_json,
     )
@@ -129,14 +128,8 @@ def run(
 
 
 def _explain_shards(found: ShardedExplanation, assumed: dict[str, Any], *, as_json: bool) -> int:
-    rows = (
-        *(("assumed", name, short(value)) for name, value in assumed.items()),
-        *(("step", s.name, " ".join(map(str, s.ranks)), s.explanation.question()) for s in found.steps),
-        *(("chosen", s.name, s.explanation.chosen) for s in found.steps),
-        *(("exchange", t.what, t.sent, t.microseconds) for t in found.transfers),
-    )
     text = "\n".join([str(found), *(f"  assumed {text}" for text in pairs(assumed))])
-    present(found.model_dump(mode="json"), rows, lambda console: console.print(text), as_json=as_json)
+    present(found.model_dump(mode="json"), lambda console: console.print(text), as_json=as_json)
     return 0 if found.refused is None else 1
 
 
@@ -175,23 +168,6 @@ def _given(name: str, given: Words, fields: Mapping[str, FieldInfo]) -> dict[str
             refuse("explain", name, field, fields)
         asked[field] = convert(fields[field], text.strip() if equals else "true")
     return asked
-
-
-def _rows(found: Explanation, assumed: dict[str, Any]) -> Iterator[tuple[object, ...]]:
-    yield "op", found.op
-    yield from (("problem", name, short(value)) for name, value in found.problem.items() if name != "op")
-    yield from (("assumed", name, short(value)) for name, value in assumed.items())
-    wishes = found.preference.model_dump(mode="json", exclude_defaults=True)
-    yield from (("preference", *pair) for pair in wishes.items())
-    yield "device", found.device.describe()
-    yield from (("note", note) for note in found.notes)
-    yield "chosen", found.chosen, *filter(None, [found.choice])
-    verdict = found.verdict
-    if verdict is not None:
-        yield "tuning", verdict.origin, "chosen" if verdict.chosen else "not chosen", verdict.reason
-        yield from (("measured", each.sku, each.choice, each.microseconds, each.against) for each in verdict.times)
-    yield from (("accepted", decision.sku, decision.rank) for decision in found.accepted)
-    yield from (("refused", d.sku, "; ".join(map(str, d.reasons)), "; ".join(d.changes)) for d in found.refused)
 
 
 def _print(

@@ -17,6 +17,7 @@ from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.tools.options import Evidence, Json, Ops, Words, flag, option
 from skuda.tools.output import OP_WORDS, chosen, count, folded, plain_table, present, split, tell, words
+from skuda.tools.parse.devices import named_device, served_by
 from skuda.tools.show.kernels import (
     Found,
     Judge,
@@ -29,7 +30,6 @@ from skuda.tools.show.kernels import (
     unique,
 )
 from skuda.tools.verify.evidence import load_records
-from skuda.tools.words.devices import named_device, served_by
 
 
 def run(
@@ -46,8 +46,7 @@ def run(
     """List the ops, or every kernel.
 
     Filters may be repeated and may hold several values, separated by commas. An architecture or a card without kernels
-    of its own lists the older ones that run on it. Piped, each line is a record with tabs between op, category,
-    elements, second elements, archs, backends, number of kernels, promise and evidence.
+    of its own lists the older ones that run on it.
     """
     dispatcher = Dispatcher()
     tell_aside(dispatcher)
@@ -98,12 +97,7 @@ def _archs(registry: Registry, archs: Sequence[str], devices: Sequence[str]) -> 
 
 def _print_ops(found: Found, judge: Judge, *, as_json: bool) -> None:
     values = [_op_facts(op, skus, judge) for op, skus in found]
-    kinds = ("elements", "aux_elements", "archs", "backends")
-    rows = (
-        (one["op"], one["category"], *(",".join(one[kind]) for kind in kinds), one["skus"], one["promise"], evidence)
-        for one, evidence in zip(values, (evidence_words(skus, judge) for _, skus in found), strict=True)
-    )
-    present(values, rows, lambda console: _print_table(console, found, judge), as_json=as_json)
+    present(values, lambda console: _print_table(console, found, judge), as_json=as_json)
 
 
 def _op_facts(op: Op, skus: Sequence[KernelSku], judge: Judge) -> dict[str, Any]:
@@ -164,4 +158,4 @@ def _print_skus(registry: Registry, skus: Sequence[KernelSku], judge: Judge, *, 
         by_backend = words(f"{number} {name}" for name, number in Counter(sku.backend for sku in skus).items())
         console.print(f"{count(len(skus), 'kernel')}" + (f": {by_backend}" if skus else ""), style="dim")
 
-    present(list(map(as_value, skus)) if as_json else None, ((sku.id,) for sku in skus), person, as_json=as_json)
+    present(list(map(as_value, skus)) if as_json else None, person, as_json=as_json)

@@ -13,11 +13,11 @@ from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.tools.options import Evidence, Json, argument
-from skuda.tools.output import count, facts, folded, heading, indented, plain_table, present, reflowed, refuse
+from skuda.tools.output import count, facts, folded, heading, indented, plain_table, present, refuse
+from skuda.tools.parse.arguments import COLUMNS, argument_rows
+from skuda.tools.parse.problem import default_words, fields_of, type_words
 from skuda.tools.show.kernels import evidence_words, judge_of, tell_aside
 from skuda.tools.verify.evidence import KernelStatus, load_records
-from skuda.tools.words.arguments import COLUMNS, argument_rows
-from skuda.tools.words.problem import default_words, fields_of, type_words
 
 _IDS_SHOWN = 10
 _FIELDS = ("name", "takes", "default")
@@ -91,8 +91,7 @@ def _show_sku(registry: Registry, sku: KernelSku, found: KernelStatus, *, as_jso
         "workspace": workspace,
         "sku": sku.model_dump(mode="json"),
     }
-    rows = [(name, *_lines(value)) for section in sections.values() for name, value in section.items()]
-    present(value, [("kind", "sku"), ("id", sku.id), *rows], person, as_json=as_json)
+    present(value, person, as_json=as_json)
 
 
 def _lines(value: object) -> list[str]:
@@ -118,8 +117,7 @@ def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> Non
 
     def person(console: Console) -> None:
         console.print(Text(op.name, style="bold cyan"))
-        for line in reflowed(op.documentation, console.width - 2):
-            console.print(indented(line, 2))
+        console.print(indented(op.documentation, 2))
         for title, columns, rows in (("Arguments", COLUMNS, arguments), ("Fields", _FIELDS, fields)):
             console.print(heading(f"\n{title}"))
             table = plain_table(*columns, indent=2)
@@ -144,12 +142,4 @@ def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> Non
         "fields": [dict(zip(_FIELDS, field, strict=True)) for field in fields],
         "skus": ids,
     }
-    rows = [
-        ("kind", "op"),
-        *about.items(),
-        *(("documentation", line) for line in op.documentation.splitlines()),
-        *(("argument", *row) for row in arguments),
-        *(("field", *field) for field in fields),
-        *(("sku", sku_id) for sku_id in ids),
-    ]
-    present(value, rows, person, as_json=as_json)
+    present(value, person, as_json=as_json)

@@ -40,10 +40,6 @@ _WINDOWS = {"mistral": {"sliding_window": 100}}
 _MOST_RANKS, _WHERE = 8, ("auto", "gpu", "host")
 
 
-class RankFailed(SkudaError):
-    """A rank failed; the text says which and why."""
-
-
 def run(
     model: Annotated[str, argument("MODEL", "What transformers loads; or llama, mistral, qwen2, qwen3.")],
     *,
@@ -229,7 +225,7 @@ class _Ranks:
         job = CertifyJob(backend=self.backend, count=self.count, seed=0, path=str(self.path), prompts=ids)
         found, failed = run_ranks(work, job)
         if failed:
-            raise RankFailed(failed)
+            raise SkudaError(failed)  # it says which rank, and why
         # Every rank has all log-probabilities; where they differ, the first one that differs is shown.
         first, *rest = ([torch.tensor(bits, dtype=torch.int32) for bits in mine] for mine in found)
         return {

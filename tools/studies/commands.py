@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 from skuda.dispatch import Dispatcher
 from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, MissingDependency
-from skuda.tools.bench.bench import STUDY as BENCH
-from skuda.tools.frame.record import Record
 from skuda.tools.frame.run import Findings, NoDevice, Study, given
 from skuda.tools.options import Json, Markdown, Number, Output, Repeats, Seed, Show, Words, flag, number, option
 from skuda.tools.output import Report, chosen, split
@@ -34,7 +31,6 @@ def measure_model(
     decode: Sequence[str] = (),
     prefill: Sequence[str] = (),
     ways: Sequence[str] = (),
-    only: Sequence[str] = (),
     ranks: int = 0,
     rows: Sequence[str] = (),
     cpu: bool = False,
@@ -43,7 +39,7 @@ def measure_model(
 ) -> Findings:
     """Time a Llama stack in several forms, or an MLP on ranks; `skuda bench-model --help` explains the options."""
     of_stack: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "cache": cache}
-    of_stack |= {"decode": decode, "prefill": prefill, "ways": ways, "only": only}
+    of_stack |= {"decode": decode, "prefill": prefill, "ways": ways}
     for name in given(measure_model, of_stack if ranks else {"rows": rows}):
         with_or_without = "be left out beside --ranks" if ranks else "stand beside --ranks"
         raise InvalidProblem("bench-model", name, "a value", with_or_without)
@@ -60,14 +56,13 @@ def measure_model(
     phases: list[tuple[model.Phase, int, int]] = [("decode", m, cache) for m in _rows("--decode", both[0])]
     phases += [("prefill", m, m) for m in _rows("--prefill", both[1], least=2)]
     _need_torch()
-    from skuda.tools.studies.model_bench import FORMS, PARTS, bench
+    from skuda.tools.studies.model_bench import FORMS, bench
 
     names = chosen("bench-model", "--ways", ways, [form.name for form in FORMS])
-    parts = chosen("bench-model", "--only", only, PARTS) or PARTS
     device = HOST if cpu else next((one for one in Dispatcher().devices if one.processor == "cuda"), None)
     if device is None:
         raise NoDevice("a bench of a model needs a CUDA device, and none is here; --cpu runs small sizes on the CPU")
-    return device, bench(device, sizes, phases, names, parts, repeats, seed, watch)
+    return device, bench(device, sizes, phases, names, repeats, seed, watch)
 
 
 def _shared(
@@ -100,8 +95,6 @@ def _need_torch() -> None:
 
 
 MODEL = Study(model.ModelRecord, measure_model, model.sections)
-STUDIES: tuple[Study[Any], ...] = (BENCH, MODEL)
-"""The studies whose records are kept."""
 
 
 def run(
@@ -117,7 +110,6 @@ def run(
     decode: Annotated[Words, option("ROWS", "Decode so many sequences; 1,16,64 if no phase is given.")] = None,
     prefill: Annotated[Words, option("ROWS", "Prefill so many positions; 2048,8192 if no phase is given.")] = None,
     ways: Annotated[Words, option("NAME", "Only these ways beside ours and bf16, such as torchao.")] = None,
-    only: Annotated[Words, option("PART", "Measure only these: phases, generate, host.")] = None,
     ranks: Annotated[
         Number, number("In place of the stack, an MLP that so many ranks share, a GPU each.", most=1024)
     ] = None,
@@ -134,20 +126,10 @@ def run(
 
     The weights are random. Needs torch and a CUDA device; each way is a replay of a CUDA graph. The outputs of ours,
     eager, compiled and captured, are compared bit for bit; where they differ, nothing is timed, and the exit status is
-    1. Ways whose packages are not installed are named. With transformers, a model of at most 8 layers also generates,
-    in bf16 and in int8, with each kind of cache. Calls of small layers are timed on the host alone. --only measures
-    one of these.
+    1. Ways whose packages are not installed are named.
 
     With --ranks, a gated MLP is timed on one GPU and on several, with NCCL's collectives in the graphs; the time of a
     round is that of the slowest rank. Before, the outputs in int8 on all ranks, called, replayed and compiled, are
     compared bit for bit with those on one, and a few rows with NumPy.
     """
     return MODEL.run(**locals())
-
-
-def records(folder: Path | None) -> dict[Path, tuple[Study[Any], Record]]:
-    """Return every record of a study in a folder, with its study, by study and the files' names.
-
-    Raise `InvalidRecord` if a file cannot be read, or if a file of one of these kinds is not a valid record.
-    """
-    return {path: (study, record) for study in STUDIES for path, record in study.record.files(folder).items()}

@@ -42,21 +42,6 @@ class LlamaSizes:
         return self.hidden // self.heads
 
 
-def config_of(sizes: LlamaSizes, **more: Any) -> Any:
-    """Return the configuration of these sizes for Llama of transformers, with torch's own attention."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        num_hidden_layers=sizes.layers,
-        attn_implementation="sdpa",
-        **more,
-    )
-
-
 class LlamaAttention(nn.Module):
     """Grouped attention; see `LlamaStack` for what it sees."""
 

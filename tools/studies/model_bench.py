@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import Device
 from skuda.tools.bench.clock import Replay
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.rival import Rival
-from skuda.tools.bench.rivals import TORCHAO_COMPILED, absence, bitsandbytes_linear, torchao_linear
+from skuda.tools.bench.rivals import TORCHAO_COMPILED, absence, torchao_linear
 from skuda.tools.bench.timing import error_line, rounds_each, time_interleaved
 from skuda.tools.output import Report
-from skuda.tools.studies.generate import generated
-from skuda.tools.studies.host import fused, host_calls
 from skuda.tools.studies.llama import (
     Int8LlamaAttention,
     LlamaSizes,
@@ -33,14 +28,12 @@ from skuda.tools.studies.llama import (
     random_caches,
 )
 from skuda.tools.studies.model import INT4, INT8_ATTENTION, FormResult, Phase, PhaseResult
-from skuda.torch import Dynamic
+from skuda.torch import Dynamic, fuse_, quantize_
 
 _BUDGET = 4.0
 """Seconds for the rounds of one form in one phase."""
 _COMPARED = 3
 """Inputs for which the forms of ours must agree."""
-PARTS = ("phases", "generate", "host")
-"""What can be measured alone."""
 EXACT = {"fullgraph": True, "dynamic": False, "options": {"emulate_precision_casts": True}}
 """Lets Inductor round where eager execution does, so that the bits are those of eager execution."""
 
@@ -66,6 +59,16 @@ def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
     linears = (module for module in stack.modules() if type(module) is nn.Linear)
     # A copy does not copy again what is among the copies that were made.
     return copy.deepcopy(stack, {id(linear): convert(linear) for linear in linears})
+
+
+def fused(module: Any, scheme: Dynamic = Dynamic()) -> Any:  # noqa: B008  a value
+    """Return a quantized copy, whose norms and gated activations write codes; raise if one does not."""
+    made = copy.deepcopy(module)
+    quantize_(made, scheme)
+    left = fuse_(made).left
+    if left:
+        raise RuntimeError(f"not fused: {left}")
+    return made
 
 
 def _with_int8_attention(stack: LlamaStack, scheme: Dynamic = Dynamic()) -> Any:  # noqa: B008  a value
@@ -101,12 +104,6 @@ FORMS = (
         TORCHAO_COMPILED,
         needs="torchao",
     ),
-    StackForm(
-        "bitsandbytes",
-        "Linear8bitLt, threshold 0, eager",
-        partial(converted, convert=bitsandbytes_linear),
-        needs="bitsandbytes",
-    ),
 )
 """The forms, in the order of their columns; errors are relative to the first."""
 
@@ -116,37 +113,24 @@ def bench(
     sizes: dict[str, int],
     phases: Sequence[tuple[Phase, int, int]],
     names: Sequence[str],
-    parts: Collection[str],
     repeats: int,
     seed: int,
     watch: Report,
 ) -> dict[str, Any]:
-    """Measure some of `PARTS`; return the fields of the record.
+    """Measure phases, each a name, rows and cache; return the fields of the record.
 
-    A phase is a name, rows and cache. Ours and the first form are always measured in it, and those of some names; all
-    without names.
+    Ours and the first form are always measured, and those of some names; all without names.
     """
-    lab, on_gpu, fields = TorchLab(device), device.processor == "cuda", dict[str, Any]()
+    lab, found = TorchLab(device), list[PhaseResult]()
+    forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
     with torch.no_grad():
-        if "phases" in parts:
-            forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
-            stacks, found = Stacks(lab, LlamaSizes(**sizes), forms, seed), []
-            for number, (phase, rows, cache) in enumerate(phases):
-                found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
-                lab.tidy()
-            computes = {form.name: form.computes for form in forms}
-            fields = {"computes": computes, "absent": stacks.absent, "phases": tuple(found)}
-            del stacks  # its memory is free for what follows
+        stacks = Stacks(lab, LlamaSizes(**sizes), forms, seed)
+        for number, (phase, rows, cache) in enumerate(phases):
+            found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
             lab.tidy()
-        if "generate" in parts:
-            watch(len(phases), len(phases), "generate")
-            fields |= generated(lab, LlamaSizes(**sizes), seed)
-        if "host" in parts:
-            watch(len(phases), len(phases), "host")
-            # On a CPU a call is the whole computation.
-            how: Any = (torch.cuda.synchronize, 200, 25) if on_gpu else (lambda: None, 4, 3)
-            fields["host"] = host_costs(host_calls(device, lab.place), *how)
-    return {"repeats": repeats, "sizes": sizes, "graph": on_gpu, **fields}
+    computes = {form.name: form.computes for form in forms}
+    fields = {"computes": computes, "absent": stacks.absent, "phases": tuple(found)}
+    return {"repeats": repeats, "sizes": sizes, "graph": device.processor == "cuda", **fields}
 
 
 class Run(NamedTuple):
@@ -253,39 +237,6 @@ class Stacks:
         rounds = rounds_each(estimates, repeats, _BUDGET)
         timings = time_interleaved(self.lab.measure, {name: run.replay for name, run in runs.items()}, rounds)
         return {name: FormResult(name=name, timing=one, error=errors[name]) for name, one in timings.items()}
-
-
-def host_costs(
-    calls: Mapping[str, Replay], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
-) -> tuple[FormResult, ...]:
-    """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds.
-
-    A call that fails is recorded as refused.
-    """
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    refused: dict[str, str] = {}
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for number in range(bursts + 1):
-            for name in [name for name in calls if name not in refused]:
-                wait()
-                call, start = calls[name], clock()
-                try:
-                    for _ in range(burst):
-                        call()
-                except Exception as error:  # noqa: BLE001  a compiler's; the others are timed still
-                    refused[name] = error_line(error)
-                if number:  # the first burst warms up
-                    samples[name].append((clock() - start) / burst / 1e3)
-    finally:
-        wait()
-        if collecting:
-            gc.enable()
-    return tuple(
-        FormResult(name=name, timing=None if name in refused else Timing.of(found), refused=refused.get(name, ""))
-        for name, found in samples.items()
-    )
 
 
 def _with_flash(module: Callable[..., Tensor], *arguments: Any) -> Tensor:

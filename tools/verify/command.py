@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from rich.text import Text
 
@@ -24,7 +24,6 @@ from skuda.tools.output import (
     folded,
     indented,
     progress,
-    records,
     refuse,
     stderr,
     stdout,
@@ -36,7 +35,6 @@ from skuda.tools.verify.evidence import EvidenceFile, OpCounts, SkuEvidence, by_
 from skuda.tools.verify.verification import verify
 
 _FAILURES_SHOWN = 10
-_VERDICTS: tuple[Literal["verified", "failed", "skipped"], ...] = ("verified", "failed", "skipped")
 
 
 def run(
@@ -62,8 +60,6 @@ def run(
 
     A failure names the command that repeats it, such as `skuda verify --device 0 --sku ID --case 3 --seed 7`.
     """
-    if output is not None:
-        check("verify", "--output", output)
     # An empty tuning path: the record must not depend on this machine's measurements.
     dispatcher = Dispatcher(tuning="")
     registry = dispatcher.registry
@@ -76,15 +72,11 @@ def run(
     }
     place = _device(dispatcher, device)
     if place is None:
-        line = "no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels"
-        tell(line)
+        tell("no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels")
         return 1
-    path = output
-    if path is None and not (any(filters.values()) or quick):
-        path = default_path(place)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            check("verify", "--output", path)
+    path = output or (None if any(filters.values()) or quick else default_path(place))
+    if path is not None:
+        check("verify", "--output", path)
     with progress() as report:
         found = verify(
             dispatcher,
@@ -99,12 +91,9 @@ def run(
         found.save(path)
     if as_json:
         sys.stdout.write(found.text())
-    elif stdout().is_terminal:
+    else:
         stdout().print(table_of(by_op(found.skus), *OpCounts._fields, numbers=1))
         _print(found, path)
-    else:
-        records(by_op(found.skus))
-        records(("failure", one.sku, *lines) for one in found.failed for lines in _failures(found, one))
     return 1 if found.failed else 0
 
 
@@ -120,9 +109,13 @@ def _failures(found: EvidenceFile, one: SkuEvidence) -> Iterator[tuple[str, ...]
 def _print_op(start: float, found: Sequence[SkuEvidence]) -> None:
     """Print one line about a finished op to standard error; logs show it where no progress bar is visible."""
     (counts,) = by_op(found)
-    shown = words(f"{number} {word}" for word, number in counts._asdict().items() if number and word in _VERDICTS)
-    line = f"{perf_counter() - start:6.1f} s  {counts.op}: {shown}, {count(counts.cases, 'case')}"
+    line = f"{perf_counter() - start:6.1f} s  {counts.op}: {_counted(found)}, {count(counts.cases, 'case')}"
     stderr().print(line, style="bold red" if counts.failed else "dim", soft_wrap=True)
+
+
+def _counted(found: Iterable[SkuEvidence]) -> str:
+    verdicts = Counter(one.verdict for one in found)
+    return words(f"{verdicts[word]} {word}" for word in ("verified", "failed", "skipped") if word in verdicts)
 
 
 def _device(dispatcher: Dispatcher, name: str | None) -> Device | None:
@@ -148,8 +141,7 @@ def _print(found: EvidenceFile, path: Path | None) -> None:
         console.print(f"\nand {len(found.failed) - _FAILURES_SHOWN} more", style="dim")
     for note in dict.fromkeys(sku.note for sku in found.skus if sku.note and sku.verdict == "skipped"):
         console.print(indented(Text(f"skipped: {note}", style="yellow"), 0))
-    verdicts = Counter(sku.verdict for sku in found.skus)
-    counted = words(f"{verdicts[word]} {word}" for word in _VERDICTS if word in verdicts)
+    counted = _counted(found.skus)
     whole = sum(sku.battery == "full" and sku.verdict != "skipped" for sku in found.skus)
     console.print(f"\n{count(len(found.skus), 'kernel')} on {found.device.describe()}: {counted}; seed {found.seed}.")
     console.print(f"{whole} had the full battery, the others a spot check.", style="dim")

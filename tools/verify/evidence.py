@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from skuda.registry.device import Device
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Size, Value
-from skuda.tools.files import read_json, read_text, write_whole
+from skuda.tools.frame.record import Record
+from skuda.tools.parse.devices import card_words
 from skuda.tools.verify.fingerprint import reference_hash, source_hash
-from skuda.tools.words.devices import card_words
 
 Word = Literal["verified", "failed", "stale", "unverified", "reference"]
 _WORDS: tuple[Word, ...] = get_args(Word)
@@ -115,22 +115,17 @@ class SkuEvidence(Value):
         return self
 
 
-class EvidenceFile(Value):
+class EvidenceFile(Record):
     """One run of ``skuda verify`` on one device.
 
-    The `driver` is empty on a CPU. `versions` are those of Python, the libraries and compilers that are installed, and
-    bundles of kernels. The `date` is UTC. The `method` is the `METHOD` of its time. `quick` runs spot checks
-    only. `skus` are sorted.
+    `versions` are those of Python, the libraries and compilers that are installed, and bundles of kernels. `quick` runs
+    spot checks only. `skus` are sorted.
     """
 
+    METHOD: ClassVar[int] = METHOD
     kind: Literal["skuda verify"] = "skuda verify"
     schema_version: Literal[3] = 3
     device: Device
-    driver: str = ""
-    versions: dict[str, str] = Field(default_factory=dict)
-    date: str
-    skuda: str
-    method: Size = 0
     seed: Size
     quick: bool = False
     skus: tuple[SkuEvidence, ...]
@@ -155,40 +150,22 @@ class EvidenceFile(Value):
             own = json.dumps([found.pop(name, "" if name in {"machine_code", "launches"} else 0) for name in _OWN])
             groups.setdefault(json.dumps(found), []).append(own)
         lines = [shared[:-1] + ', "kernels": [\n' + ",\n".join(rows) + "]}" for shared, rows in groups.items()]
-        facts = self.model_dump_json(exclude={"skus"})
+        kind = {"kind": self.kind, "schema_version": self.schema_version}
+        facts = json.dumps(kind | self.model_dump(mode="json", exclude={"skus", "command", "seconds"}))
         return facts[:-1] + ',\n"groups": [\n' + ",\n".join(lines) + "\n]}\n"
 
-    def save(self, path: Path) -> None:
-        """Write the file atomically, and create its folder if needed."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, self.text())
-
     @classmethod
-    def load(cls, path: Path) -> EvidenceFile | None:
-        """Read a file; return None if it is other JSON.
-
-        Raises
-        ------
-        InvalidRecord
-            If the file cannot be read, is an invalid record, or has another schema version.
-        """
+    def _read(cls, path: Path) -> Any:
+        """Read a file; the members of its groups become kernels."""
+        found = super()._read(path)
+        if not isinstance(found, dict) or found.get("kind") != "skuda verify" or found.get("schema_version") != 3:
+            return found
         try:
-            found = read_json(read_text(path))
-        except (OSError, ValueError) as error:
-            raise InvalidRecord("evidence", str(path), str(error), "be readable JSON") from error
-        if not isinstance(found, dict) or found.get("kind") != "skuda verify":
-            return None
-        try:
-            if found.get("schema_version") != 3:
-                rule = "be 3; delete the file, and run `skuda verify` again"
-                cls.refuse("schema_version", found.get("schema_version"), rule)
             skus: list[dict[str, Any]] = []
             for group in found.pop("groups"):
                 rows = group.pop("kernels")
                 skus += ({**group, **dict(zip(_OWN, row, strict=True))} for row in rows)
-            return cls.model_validate({**found, "skus": sorted(skus, key=lambda one: str(one["sku"]))})
-        except InvalidRecord as error:
-            raise InvalidRecord(f"evidence {path}: {error.subject}", error.field, error.had, error.must) from error
+            return {**found, "skus": sorted(skus, key=lambda one: str(one["sku"]))}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             rule = "be objects with `kernels`, as `skuda verify` writes them"
             raise InvalidRecord(f"evidence {path}", "groups", f"{type(error).__name__}: {error}", rule) from error
@@ -276,9 +253,11 @@ def tally(found: Iterable[KernelStatus]) -> str:
     every = sorted(found, key=lambda status: _WORDS.index(status.word))
     shown = [status for status in every if status.word != "reference"] or every
     counts = Counter(status.words for status in shown)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{number} {words}" for words, number in counts.items()) or "-"
+    return (
+        next(iter(counts))
+        if len(counts) == 1
+        else ", ".join(f"{number} {words}" for words, number in counts.items()) or "-"
+    )
 
 
 class OpCounts(NamedTuple):
@@ -332,5 +311,4 @@ def load_records(directory: Path | None = None) -> Records:
         if directory is not None:
             raise InvalidRecord("evidence", "--evidence", str(directory), "be a folder")
         return Records()
-    found = (EvidenceFile.load(path) for path in sorted(folder.glob("*.json")) if path.is_file())
-    return Records(file for file in found if file is not None)
+    return Records(EvidenceFile.files(folder).values())

@@ -274,7 +274,8 @@ def test_bundles_go_before_the_cache_in_their_order(skuda, monkeypatch, tmp_path
     assert jobs == []
     # What fills the cache, or a bundle, does so whatever is named.
     status, out, _ = skuda("compile", *FILL)
-    assert (status, out.split("\t")[3]) == (0, str(len(jobs)))
+    assert status == 0
+    assert f"{len(jobs)} compiled." in out
     assert jobs
     monkeypatch.setattr(CudaCoreBackend, "compiler", lambda self: None)
     with pytest.raises(CompileError, match="skuda bundle") as caught:
@@ -309,12 +310,11 @@ def test_bundle_holds_exactly_what_was_asked_for(skuda, monkeypatch, tmp_path):
     jobs.clear()
     status, out, err = skuda("bundle", tmp_path / "b", *FILL)
     assert (status, err) == (0, "")
-    lines = [line.split("\t") for line in out.splitlines()]
-    assert {(line[1], line[2], line[3]) for line in lines} == {("sm_90", "cuda_core", "fake 1.0")}
+    assert f"\n{len(jobs)} cubins, " in out
+    assert "compiled by fake 1.0\n" in out
     assert {job.source.name for job in jobs} == {"fill.cu"}
     content = (tmp_path / "b").read_bytes()
     assert skuda("bundle", tmp_path / "b", *FILL) == (status, out, err)
-    assert len(lines) == len(jobs), "it was compiled again"
     assert (tmp_path / "b").read_bytes() == content
     status, out, _ = skuda("bundle", "--show", tmp_path / "b", "--json")
     report = json.loads(out)

@@ -18,7 +18,7 @@ from skuda.registry import InvalidProblem
 from skuda.tools.bench.cutlass import rival as bench_cutlass
 from skuda.tools.bench.cutlass.rival import Configuration, Cutlass, build_command
 from skuda.tools.bench.rivals import absence, rivals_of
-from skuda.tools.words.cases import problem_of, select_cases
+from skuda.tools.parse.cases import problem_of, select_cases
 
 OPS = REGISTRY.ops
 SOURCES = Path(bench_cutlass.__file__).resolve().parent

@@ -33,8 +33,8 @@ from skuda.tools.bench.lab import HostLab
 from skuda.tools.bench.tune import Tuner, environment
 from skuda.tools.cli import main
 from skuda.tools.frame.run import silent
+from skuda.tools.parse import cases as cases_module
 from skuda.tools.verify.trial import answer
-from skuda.tools.words import cases as cases_module
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -373,12 +373,11 @@ def test_explain_says_what_was_measured(install, skuda, monkeypatch):
     asked = ["explain", "twice", "--n", "5000"]
     assert "tuning" not in skuda(*asked)[1]
     _, out, _ = skuda(*asked, "--tuning", FILE)
-    rows = [line.split("\t") for line in out.splitlines()]
-    assert ["chosen", REFERENCE] in rows
-    (said,) = (row for row in rows if row[0] == "tuning")
-    assert said[1:3] == [FILE, "chosen"]
-    assert "faster than the" in said[3]
-    assert {row[1] for row in rows if row[0] == "measured"} == {REFERENCE, SLOW, SLOW.replace("slow", "wrong")}
+    assert f"\nchosen\n  {REFERENCE}\n" in out
+    assert f"measured, by {FILE}\nchosen by time: " in out
+    found = json.loads(skuda(*asked, "--tuning", FILE, "--json")[1])["verdict"]
+    assert "faster than the" in found["reason"]
+    assert {one["sku"] for one in found["times"]} == {REFERENCE, SLOW, SLOW.replace("slow", "wrong")}
     monkeypatch.setenv("SKUDA_TUNING", FILE)
     assert skuda(*asked)[1] == out
     found = json.loads(skuda(*asked, "--json")[1])["verdict"]

@@ -17,24 +17,23 @@ from skuda.registry.device import HOST
 from skuda.tools.bench import bench as bench_module
 from skuda.tools.bench.bench import KernelBench
 from skuda.tools.bench.cutlass.rival import Cutlass
-from skuda.tools.bench.lab import LabSizes, TorchLab
+from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.record import BenchRecord
 from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.bench.vllm import Vllm
 from skuda.tools.cli import main
-from skuda.tools.words.cases import problem_of, select_cases
+from skuda.tools.parse.cases import problem_of, select_cases
 
 torch = pytest.importorskip("torch")
 
 OPS = REGISTRY.ops
 __all__ = ["vllm_stub"]
-SERVED = ("dynamic_range", "quantize_per_tensor", "rms_norm_quantize", "silu_mul_quantize")
 PRODUCTS = ("quantized_linear", "scaled_linear", "smoothquant_linear")
 
 
 @pytest.fixture
 def lab():
-    return TorchLab(HOST, LabSizes(flushed=1 << 12, copied=1 << 12, product=32))
+    return TorchLab(HOST, flushed=1 << 12, copied=1 << 12, product=32)
 
 
 @pytest.fixture
@@ -43,8 +42,7 @@ def seed(request):
 
 
 def problem(op, element="bf16", **changes):
-    shape = (24, 48, 64) if op in PRODUCTS else (40, 256)
-    found = problem_of(OPS[op].descriptor, shape, element)
+    found = problem_of(OPS[op].descriptor, (24, 48, 64) if op in PRODUCTS else (40, 256), element)
     return type(found)(**{**{name: getattr(found, name) for name in type(found).model_fields}, **changes})
 
 
@@ -55,7 +53,7 @@ def vllm_of(of, path):
 
 def measured(lab, seed, of, path):
     """Return the result of the rival in a run with nothing beside it."""
-    (case,) = (case for case in select_cases(REGISTRY, [of.op_name()], [of_shape(of)], ["bf16"]))
+    (case,) = (case for case in select_cases(REGISTRY, [of.op_name()], [of.sizes], ["bf16"]))
     dispatcher = Dispatcher(REGISTRY, backends=(NumpyBackend(),))
     libraries = (Vllm.load(path),)
     rivals = lambda each: [rival for rival in rivals_of(each, libraries) if rival.name == "vllm"]  # noqa: E731
@@ -65,12 +63,8 @@ def measured(lab, seed, of, path):
     return rival
 
 
-def of_shape(of):
-    return of.sizes if of.op_name() in PRODUCTS else of.data_shape if len(of.data_shape) == 2 else (40, 256)
-
-
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "package"])
-@pytest.mark.parametrize("op", SERVED + PRODUCTS)
+@pytest.mark.parametrize("op", PRODUCTS)
 def test_each_op_is_compared_and_timed_with_outputs_that_are_there_before(lab, seed, vllm_stub, op, folder):
     path, stub = vllm_stub()
     rival = measured(lab, seed, problem(op), path.parent if folder else path)
@@ -84,8 +78,6 @@ def test_each_op_is_compared_and_timed_with_outputs_that_are_there_before(lab, s
 @pytest.mark.parametrize(
     "of",
     [
-        *(partial(problem, op) for op in SERVED),
-        partial(problem, "rms_norm_quantize", has_residual=False),
         partial(problem, "quantized_linear", output_element="bf16"),
         partial(problem, "quantized_linear", output_element="f16"),
     ],
@@ -101,7 +93,6 @@ def test_results_of_vllm_are_near_those_of_the_op(lab, seed, vllm_stub, of, elem
         call()
     for check in ways.checks:
         lab.poison(check.outputs)
-    ways.restore()
     call()
     for check in ways.checks:
         assert lab.mismatch(OPS[check.problem.op_name()], *check) == ""
@@ -111,13 +102,8 @@ def test_results_of_vllm_are_near_those_of_the_op(lab, seed, vllm_stub, of, elem
 @pytest.mark.parametrize(
     ("op", "fault", "says"),
     [
-        *((op, "scale", r"scale_out\[") for op in ("dynamic_range", "silu_mul_quantize", "quantized_linear")),
-        *((op, "code", r"output\[") for op in ("dynamic_range", "silu_mul_quantize", "quantized_linear")),
-        ("quantize_per_tensor", "scale", r"output\["),
-        ("rms_norm_quantize", "scale", "(output|scale_out)"),
-        ("rms_norm_quantize", "rows", r"output\["),
-        ("rms_norm_quantize", "residual", "residual_out"),
-        ("silu_mul_quantize", "rows", "product"),
+        ("quantized_linear", "scale", r"scale_out\["),
+        ("quantized_linear", "code", r"output\["),
         *((op, "weights", "output") for op in PRODUCTS),
     ],
 )
@@ -131,14 +117,6 @@ def test_a_library_that_computes_something_else_is_not_timed(lab, seed, vllm_stu
 @pytest.mark.parametrize(
     ("of", "says"),
     [
-        (partial(problem, "dynamic_range", "f64"), "built for input_element f16, bf16, f32, not f64"),
-        (partial(problem, "dynamic_range", mode="asymmetric"), "built for mode symmetric, not asymmetric"),
-        (partial(problem, "dynamic_range", scope="tensor"), "built for scope token, not tensor"),
-        (partial(problem, "dynamic_range", q_max=100), "built for q_max 127, not 100"),
-        (partial(problem, "quantize_per_tensor", q_min=-127), "built for q_min -128, not -127"),
-        (partial(problem, "rms_norm_quantize", has_weight=False), "built for has_weight True, not False"),
-        (partial(problem, "rms_norm_quantize", scaling="static"), "built for scaling dynamic, not static"),
-        (partial(problem, "silu_mul_quantize", fused=False), "built for fused True, not False"),
         (partial(problem, "quantized_linear", q_min=-100, q_max=100), "built for q_min -127, -128, not -100"),
         (partial(problem, "quantized_linear", "f32"), "built for a bf16, f16 output, not f32"),
         (partial(problem, "scaled_linear", "s32"), "built for a bf16, f16 output, not s32"),
@@ -152,12 +130,12 @@ def test_what_vllm_does_not_compute_is_refused_with_the_reason(vllm_stub, of, sa
         vllm_of(of(), path).make(of(), {})
 
 
-def test_an_op_that_vllm_lacks_has_no_such_rival():
-    for op in SERVED + PRODUCTS:
+def test_without_a_library_vllm_is_absent_and_an_op_that_it_lacks_has_no_such_rival():
+    for op in PRODUCTS:
         assert absence(vllm_of(problem(op), None)) == (
             f"no library is named; bench with --vllm LIBRARY, the path of {FILE} or of the package vllm"
         )
-    for op in ("layer_norm_quantize", "gelu_mul_quantize", "fake_quantize"):
+    for op in ("rms_norm_quantize", "dynamic_range", "fake_quantize"):
         assert "vllm" not in {rival.name for rival in rivals_of(problem(op, "f32"))}
 
 
@@ -176,7 +154,7 @@ OTHER = "Tensor! result, Tensor input, Tensor! scale"
         (lambda stub, tmp: tmp / "nowhere.so", "; had .*nowhere.so, which is not there"),
         (lambda stub, tmp: tmp, f"; had .*{FILE}, which is not there"),
         (lambda stub, tmp: tmp / "text.so", "; had .*text.so, which does not load: .*(too short|invalid ELF header)"),
-        (lambda stub, tmp: stub(silu_and_mul=None)[0], r"with an op silu_and_mul of \(Tensor, Tensor\); had none in "),
+        (lambda stub, tmp: stub(cutlass_scaled_mm=None)[0], r"with an op cutlass_scaled_mm of \(.*\); had none in "),
         (
             lambda stub, tmp: stub(dynamic_scaled_int8_quant=OTHER)[0],
             r"dynamic_scaled_int8_quant of \(.*, Optional\[Tensor\]\); had one of \(Tensor, Tensor, Tensor\)$",

@@ -21,15 +21,8 @@ from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.tools.demo import command as run_module
 from skuda.tools.demo import encoder as encoder_module
-from skuda.tools.demo import placed as placed_module
-from skuda.tools.demo import ways as ways_module
-from skuda.tools.demo.command import print_result, read_sentences, run_demo
-from skuda.tools.demo.encoder import (
-    EncoderConfig,
-    Model,
-    erf,
-    load_model,
-)
+from skuda.tools.demo.command import OnCard, best_of, device_of, print_result, read_sentences, run_demo
+from skuda.tools.demo.encoder import EncoderConfig, Model, erf, load_model
 from skuda.tools.verify.placement import HostPlacement
 
 needs_model = pytest.mark.skipif(
@@ -126,22 +119,16 @@ def test_the_job_measures_everything_it_reports(tiny_result):
     result = tiny_result.result
     assert (result.calibration_sentences, result.held_out_sentences) == (40, 40)
     assert result.linear_layers == 12
-    assert [way.name for way in result.ways] == [
-        "dynamic",
-        "dynamic, int8 attention",
-        "static, unsmoothed",
-        "static, alpha 0.8",
-    ]
-    assert [way.judged for way in result.ways] == [True, True, False, True]
+    assert [way.name for way in result.ways] == ["dynamic", "static, alpha 0.8"]
     for way in result.ways:
         assert 0.9 < way.worst_cosine < way.mean_cosine < 1
         assert way.run_seconds > 0
-    assert len(tiny_result.stages) == run_module._STEPS
+    assert tiny_result.stages == ["f32 and calibration", "int8, dynamic", "int8, static, alpha 0.8"]
 
 
 def test_the_held_out_half_does_not_calibrate(rng, monkeypatch):
-    model, sentences, seen = tiny_model(rng), tiny_sentences(rng, 20), []
-    monkeypatch.setattr(run_module, "observe", lambda *given: seen.append(given) or ways_module.observe(*given))
+    model, sentences, seen, observe = tiny_model(rng), tiny_sentences(rng, 20), [], run_module.observe
+    monkeypatch.setattr(run_module, "observe", lambda *given: seen.append(given) or observe(*given))
     run_demo(model, sentences, Dispatcher())
     assert seen == [(model.encoder, model.tokenize(sentences[::2]))]
 
@@ -166,11 +153,11 @@ def without_times(result):
     return {name: value for name, value in fields.items() if not name.endswith("_seconds")}
 
 
-def test_a_placed_dispatcher_gives_the_same_results(rng):
+def test_a_card_gives_the_same_results(rng):
     model, sentences = tiny_model(rng), tiny_sentences(rng, 20)
     here = run_demo(model, sentences, Dispatcher())
     placement = Elsewhere()
-    there = run_demo(model, sentences, placed_module.Placed(Dispatcher(), HOST, placement))
+    there = run_demo(model, sentences, OnCard(Dispatcher(), HOST, placement))
     assert without_times(there) == without_times(here)
     assert placement.sent
 
@@ -185,33 +172,16 @@ class WithCard(CudaCoreBackend):
         return (device_named("h200").model_copy(update={"ordinal": 0}),)
 
 
-def test_where_the_demo_runs(monkeypatch):
+def test_the_demo_runs_on_a_card_that_arrays_get_to(monkeypatch, capsys):
     host, card = Dispatcher(backends=[NumpyBackend()]), Dispatcher(backends=[WithCard(), NumpyBackend()])
     placement = Elsewhere()
-    monkeypatch.setattr(placed_module, "placement_for", lambda device: placement)
-    assert placed_module.placed(host, "auto") == (host, "")
-    assert placed_module.placed(card, "host") == (card, "")
-    for where in ("auto", "gpu"):
-        found, note = placed_module.placed(card, where)
-        assert (placed_module.device_of(found).name, note) == ("NVIDIA H200", "")
-    assert placed_module.device_of(host) is HOST
-    with pytest.raises(InvalidProblem, match=r"--device must be host or auto.*skuda doctor.*had gpu"):
-        placed_module.placed(host, "gpu")
-    with pytest.raises(InvalidProblem, match="one of auto, gpu, host"):
-        placed_module.placed(host, "moon")
-
-
-def test_a_card_that_no_array_gets_to_is_reported(monkeypatch):
-    card = Dispatcher(backends=[WithCard(), NumpyBackend()])
-    placement = Elsewhere()
+    monkeypatch.setattr(run_module, "placement_for", lambda device: placement)
+    assert best_of(host) is host
+    assert device_of(host) is HOST
+    assert device_of(best_of(card)).name == "NVIDIA H200"
     placement.upload = lambda content: 1 / 0
-    monkeypatch.setattr(placed_module, "placement_for", lambda device: placement)
-    found, note = placed_module.placed(card, "auto")
-    assert found is card
-    assert "NVIDIA H200" in note
-    assert "division by zero" in note
-    with pytest.raises(MissingDependency, match="division by zero"):
-        placed_module.placed(card, "gpu")
+    assert best_of(card) is card
+    assert capsys.readouterr().err == "skuda: demo: not on NVIDIA H200: division by zero\n"
 
 
 def test_too_few_sentences_are_refused(rng):
@@ -226,8 +196,8 @@ def report(result, **options):
 
 
 def with_worst(result, worst):
-    """Return the result as if every judged way had this worst cosine."""
-    ways = tuple(way.model_copy(update={"worst_cosine": worst}) if way.judged else way for way in result.ways)
+    """Return the result as if every way had this worst cosine."""
+    ways = tuple(way.model_copy(update={"worst_cosine": worst}) for way in result.ways)
     return result.model_copy(update={"ways": ways})
 
 
@@ -260,13 +230,13 @@ def test_an_accuracy_below_the_requirement_is_a_failure(skuda, tiny_result, monk
         assert json.loads(out)["passed"] is False
 
 
-def test_progress_is_reported_where_nobody_sees_a_bar(skuda, tiny_result, monkeypatch):
+def test_each_step_is_told(skuda, tiny_result, monkeypatch):
     rng = np.random.default_rng(1)
     monkeypatch.setattr(run_module, "load_model", lambda: tiny_model(rng))
     monkeypatch.setattr(run_module, "read_sentences", lambda: tiny_sentences(rng, 20))
-    status, out, err = skuda("demo", "--device", "host")
+    status, out, err = skuda("demo")
     assert status in (0, 1)
-    assert [line.split(" s ", 1)[1].strip() for line in err.splitlines()] == list(dict.fromkeys(tiny_result.stages))
+    assert err.splitlines() == [f"skuda: demo: {stage}" for stage in tiny_result.stages]
     assert out.startswith("tiny 0 on CPU, 12 linear layers in int8\n")
 
 
@@ -307,13 +277,10 @@ def test_the_encoder_agrees_with_torch_on_the_real_model():
 @pytest.mark.full
 @needs_model
 def test_the_whole_demo(skuda):
-    status, out, _ = skuda("demo", "--device", "host", "--json")
+    status, out, _ = skuda("demo", "--json")
     assert status == 0
     result = json.loads(out)
     assert result["passed"] is True
     assert result["linear_layers"] == 36
-    dynamic, attended, unsmoothed, smoothed = result["ways"]
-    for way in (dynamic, attended, smoothed):
+    for way in result["ways"]:
         assert 0.99 <= way["worst_cosine"] < way["mean_cosine"] < 1
-    # Why the method exists: one static scale without smoothing loses what smoothing keeps.
-    assert unsmoothed["mean_cosine"] < smoothed["mean_cosine"]

@@ -15,15 +15,13 @@ from skuda.registry import InvalidRecord
 from skuda.registry.device import HOST
 from skuda.tools.bench.record import BenchRecord
 from skuda.tools.cli import main
-from skuda.tools.studies.commands import STUDIES, records
 from skuda.tools.studies.model import ModelRecord
 
 EVIDENCE = ROOT / "docs" / "evidence"
-STORED = records(EVIDENCE)
-ONE = {study.record: next(path for path, (mine, _) in STORED.items() if mine is study) for study in STUDIES}
+KINDS = (BenchRecord, ModelRecord)
+STORED = {path: record for kind in KINDS for path, record in kind.files(EVIDENCE).items()}
+ONE = {kind: next(path for path, record in STORED.items() if isinstance(record, kind)) for kind in KINDS}
 """A stored record of each study."""
-RETIRED = EVIDENCE / "h200x2-parallel.json"
-"""What the retired `bench-parallel` wrote, which is read as a record of `bench-model`."""
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -31,32 +29,16 @@ RETIRED = EVIDENCE / "h200x2-parallel.json"
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_every_record_of_the_docs_loads_and_is_saved_as_it_was(path, tmp_path):
-    _, record = STORED[path]
+    record = STORED[path]
     record.save(tmp_path / "again.json")
-    if path != RETIRED:
-        assert (tmp_path / "again.json").read_text() == path.read_text()
+    assert (tmp_path / "again.json").read_text() == path.read_text()
     assert type(record).load(tmp_path / "again.json") == record
 
 
 def test_no_record_of_the_docs_is_forgotten():
-    kinds = {study.record.model_fields["kind"].default for study in STUDIES}
-    assert kinds == {"skuda bench", "skuda bench-model"}
-    kinds.add("skuda bench-parallel")
+    kinds = {"skuda bench", "skuda bench-model"}
     files = [path for path in EVIDENCE.glob("*.json") if json.loads(path.read_text()).get("kind") in kinds]
     assert sorted(STORED) == sorted(files)
-    assert set(ONE) == {study.record for study in STUDIES}
-
-
-def test_a_record_of_a_retired_command_is_shown(tmp_path):
-    found, record = json.loads(RETIRED.read_text()), ModelRecord.load(RETIRED)
-    assert (record.ranks, record.repeats, record.date) == (2, 20, found["date"])
-    for phase, result in zip(record.phases, found["results"], strict=True):
-        timings = {one.name: json.loads(one.timing.model_dump_json()) for one in phase.ways}
-        assert (phase.rows, phase.compared, timings) == (result["rows"], result["compared"], result["timings"])
-    for name in ("orders", "results"):
-        (tmp_path / "r.json").write_text(json.dumps({**found, name: 3}))
-        with pytest.raises(InvalidRecord, match="as `skuda bench-parallel` wrote them"):
-            ModelRecord.load(tmp_path / "r.json")
 
 
 def test_the_evidence_stays_small():
@@ -111,11 +93,7 @@ def test_times_that_cannot_be_are_refused(kind, name, value, tmp_path, capsys):
     [(BenchRecord, "cases"), (ModelRecord, "phases")],
 )
 def test_a_record_of_nothing_is_refused(kind, member, tmp_path):
-    found = (
-        json.loads(ONE[kind].read_text())
-        | {member: []}
-        | ({"host": [], "generated": []} if kind is ModelRecord else {})
-    )
+    found = json.loads(ONE[kind].read_text()) | {member: []}
     (tmp_path / "r.json").write_text(json.dumps(found))
     with pytest.raises(InvalidRecord, match=member):
         kind.load(tmp_path / "r.json")

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from skuda.tools.frame.view import Requirement, Table, markdown, markdown_table, requirements, show
+from skuda.tools.frame.view import Table, markdown, markdown_table, show
 
 TABLE = Table(
     ("name", "first number", "second number", "kernel"), [("a_b*c", "1.0", "2.0", "some.kernel")], "Numbers", extra=2
@@ -51,27 +51,3 @@ def test_a_terminal_shows_facts_and_paragraphs():
     assert "device an H200" in text
     assert "stale" not in text
     assert "a paragraph" in text
-
-
-def test_figures_are_judged_only_for_their_kind_of_run():
-    figures = (
-        Requirement.ratio("fast", 1.7, 1.6),
-        Requirement.ratio("slow", 1.599, 1.6),
-        Requirement.ratio("cheap", 1.3, 1.3, at_most=True),
-        Requirement.ratio("dear", 1.31, 1.3, at_most=True),
-        Requirement.ratio("none", None, 1.6),
-    )
-    bits = Requirement.equal("bits", "", 9)
-    (table,) = requirements(bits, figures, [(True, "never said")])
-    verdicts = [str(row[3]) for row in table.rows]
-    assert verdicts == ["met", "met", "missed", "met", "missed", "not judged"]
-    assert table.rows[1][1:3] == ("at least 1.6x", "1.700x")
-    assert table.rows[4][1:3] == ("at most 1.3x", "1.310x")
-    table, why = requirements(bits, figures, [(False, "the device is a CPU"), (True, "x"), (False, "it is small")])
-    assert [str(row[3]) for row in table.rows] == ["met", *["not judged"] * 5]
-    assert str(why) == "Figures are not judged: the device is a CPU, it is small."
-    assert [Requirement.equal("", *how).met for how in (("decode 3", 9), ("decode 3", 0), ("", 0))] == [
-        False,
-        False,
-        None,
-    ]

@@ -33,19 +33,19 @@ def left(cache):
 
 
 def test_the_entries_are_listed(skuda, terminal, cache):
-    rows = [line.split("\t") for line in skuda("cache", "ls")[1].splitlines()]
-    assert {(row[0], row[1], row[2], row[5]) for row in rows} == {
+    rows = json.loads(skuda("cache", "ls", "--json")[1])["entries"]
+    assert {(row["sku"], row["arch"], row["compiler"], row["trouble"]) for row in rows} == {
         (f"kernel.of.{hours}", "sm_90", "nvrtc 13.0 -std=c++17", "") for hours in (1, 10, 100)
     }
-    assert sorted(int(row[4]) // HOUR for row in rows) == [1, 10, 100]
-    assert all(1000 < int(row[3]) < 2000 for row in rows)
+    assert sorted(row["age"] // HOUR for row in rows) == [1, 10, 100]
+    assert all(1000 < row["size"] < 2000 for row in rows)
     _, text, _ = terminal("cache", "ls")
     assert re.search(r"^kernel.of.10 +sm_90 +nvrtc 13.0 +1\.\d KiB 10h$", text, re.MULTILINE)
     assert re.search(r"^3 cubins, 4\.\d KiB, all whole\.$", text, re.MULTILINE)
 
 
 def test_an_entry_that_is_wrong_is_found(skuda, terminal, cache):
-    assert skuda("cache", "verify") == (0, "", "")
+    assert json.loads(skuda("cache", "verify", "--json")[1])["entries"] == []
     path = cache.survey()[0].path
     path.write_bytes(path.read_bytes()[:-1])
     status, out, _ = skuda("cache", "verify", "--json")

@@ -24,7 +24,7 @@ CUBIN = b"\x7fELF" + bytes(range(256)) * 4
 
 
 def rows(out):
-    return [line.split("\t") for line in out.splitlines()]
+    return [line.split() for line in out.partition("\n\n")[0].splitlines()[1:]]
 
 
 def lookups(op, device, problems=None):
@@ -136,19 +136,15 @@ def test_one_problem_is_compiled_as_it_would_be_looked_up(skuda, monkeypatch):
 def test_a_failure_is_reported_and_the_rest_goes_on(skuda, monkeypatch):
     jobs = fake(monkeypatch, fails=lambda job: ".f32." in job.sku)
     status, out, _ = skuda(*FILL)
-    first, *failures = rows(out)
+    (first,) = rows(out)
     bad = [job for job in jobs if ".f32." in job.sku]
     assert (status, len(bad)) == (1, 1)
     assert first == ["fill", "cuda_core", "sm_90", str(len(jobs) - 1), "0", "1"]
-    assert [row[:3] for row in failures] == [["failure", bad[0].sku, "sm_90"]]
-    assert failures[0][3].endswith("no good fake -c line one line two")
+    assert f"\n{bad[0].sku}\n  for sm_90: " in out
+    assert "no good fake -c line one line two" in " ".join(out.split())
     status, out, _ = skuda(*FILL, "--json")
     found = json.loads(out)["cubins"]
     assert (status, {item["state"] for item in found}) == (1, {"cached", "failed"})
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    status, out, _ = skuda(*FILL)
-    assert status == 1
-    assert "line two" in out
 
 
 def test_a_launch_rule_that_fails_is_reported_and_stops_nothing(skuda, monkeypatch):
@@ -162,11 +158,11 @@ def test_a_launch_rule_that_fails_is_reported_and_stops_nothing(skuda, monkeypat
     _launch_of = CudaCoreBackend.launch_of
     monkeypatch.setattr(CudaBackend, "launch_of", staticmethod(launch_of))
     status, out, _ = skuda(*FILL)
-    first, *failures = rows(out)
+    (first,) = rows(out)
     assert status == 1
     assert int(first[3]) > 1
     assert first[5] == "1"
-    assert failures[0][3] == "its launch rule fails: no rule for this"
+    assert "its launch rule fails: no rule for this" in out
     problem = FillDescriptor(numel=8, output_element="f32")
     found = Dispatcher().explain(problem, device=device_named("h200"))
     assert found.chosen
@@ -179,7 +175,7 @@ def test_what_cannot_be_kept_is_not_called_compiled(skuda, monkeypatch):
     status, out, _ = skuda(*FILL)
     assert status == 1
     assert rows(out)[0][3:5] == ["0", "0"]
-    assert "disk full" in rows(out)[1][3]
+    assert "disk full" in out
 
 
 def test_without_a_compiler_the_remedy_is_reported(skuda, monkeypatch):

@@ -15,10 +15,10 @@ from skuda.dispatch import KNOWN_DEVICES, Dispatcher
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import Registry
+from skuda.tools.parse.problem import read_problems
 from skuda.tools.ship import lock as lock_command
 from skuda.tools.ship.diff import KINDS, compare, summary
 from skuda.tools.ship.lock import DEVICES, default_problems, make_lock, read_lock, write_lock
-from skuda.tools.words.problem import read_problems
 
 LOCK = ROOT / "docs" / "selection.lock.json"
 CARDS = {name: KNOWN_DEVICES[name] for name in ("cpu", "a100", "h200")}
@@ -202,10 +202,9 @@ def test_other_problems_and_devices_are_reported(skuda, problems, tmp_path):
     skuda("lock", "--descriptors", problems, "--device", "cpu,h200", "--output", tmp_path / "old")
     problems.write_text(problems.read_text().partition("\n")[2])
     skuda("lock", "--descriptors", problems, "--device", "cpu,a100", "--output", tmp_path / "new")
-    status, out, _ = skuda("diff", tmp_path / "old", tmp_path / "new")
-    rows = [line.split("\t") for line in out.splitlines()]
+    status, out, _ = skuda("diff", tmp_path / "old", tmp_path / "new", "--json")
     assert status == 1
-    assert sorted({(row[0], row[1], row[2].rpartition(" on ")[2]) for row in rows}) == [
+    assert sorted({(row["kind"], row["op"], row["what"].rpartition(" on ")[2]) for row in json.loads(out)}) == [
         ("row added", "quantized_linear", "a100"),
         ("row removed", "fill", "cpu"),
         ("row removed", "fill", "h200"),

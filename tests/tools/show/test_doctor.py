@@ -39,8 +39,7 @@ def test_doctor_here(skuda, terminal):
     for f in found.values():
         assert f["state"] == "ok" or f"fix: {f['fix'].split()[0]}" in text
     _, out, _ = skuda("doctor")
-    assert {line.count("\t") for line in out.splitlines()} == {4}
-    assert {line.split("\t")[0] for line in out.splitlines()} <= {"ok", "missing", "broken"}
+    assert f"ok registry {kernels}" in [" ".join(line.split()) for line in out.splitlines()]
 
 
 def without(monkeypatch, *absent, changed=None):

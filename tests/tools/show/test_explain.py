@@ -11,8 +11,8 @@ from skuda.dispatch import Dispatcher, Explanation, device_named
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.quantize import QuantizedLinearDescriptor
 from skuda.registry import KernelSku
-from skuda.tools.output import folded, reflowed
-from skuda.tools.words.problem import aliases_of
+from skuda.tools.output import folded
+from skuda.tools.parse.problem import aliases_of
 
 LINEAR = ["explain", "quantized_linear", "--m", "8", "--n", "4096", "--k", "4096"]
 STEM = "quantization.quantized_linear.f32-s8.rcr-identity"
@@ -40,11 +40,8 @@ def test_show_op_loses_nothing_when_piped(skuda, host):
     assert shown["skus"] == [sku.id for sku in host.skus_of("quantized_linear")]
     assert shown["origin"] == "skuda"
     _, out, _ = skuda("show", "quantized_linear")
-    rows = [line.split("\t") for line in out.splitlines()]
-    assert ["op", "quantized_linear"] in rows
-    assert [row[1] for row in rows if row[0] == "sku"] == shown["skus"]
-    said = " ".join(row[1] for row in rows if row[0] == "documentation").split()
-    assert said == host.ops["quantized_linear"].documentation.split()
+    said = [word for word in host.ops["quantized_linear"].documentation.split() if word.strip("-")]
+    assert [word for word in out.split() if word.strip("-")][1 : 1 + len(said)] == said
 
 
 def test_show_sku(skuda, terminal, with_cuda):
@@ -67,11 +64,6 @@ def test_show_sku(skuda, terminal, with_cuda):
     shown = json.loads(out)
     assert KernelSku.model_validate(shown["sku"]) == with_cuda.sku(sku_id)
     assert (shown["id"], shown["origin"], shown["verified"]) == (sku_id, "a test", False)
-    _, out, _ = skuda("show", sku_id)
-    rows = dict(line.split("\t", 1) for line in out.splitlines())
-    assert rows["id"] == sku_id
-    assert rows["requires"].split("\t")[0] == "compute capability 8.0 or later"
-    assert rows["element"] == "bf16"
 
 
 def test_long_ids_break_at_a_dot():
@@ -82,15 +74,6 @@ def test_long_ids_break_at_a_dot():
     assert len(lines) == 2
     assert [len(line) for line in folded("x" * 100, 40).split("\n")] == [40, 40, 24]
     assert folded("a.b", 3) == "a.b"
-
-
-def test_reflowing_keeps_every_word():
-    for op in built_in_ops():
-        lines = [line.plain for line in reflowed(op.documentation, 60)]
-        assert max(map(len, lines)) <= 60
-        underlines = {word for word in op.documentation.split() if not word.strip("-")} - {"-"}
-        kept = [word for word in op.documentation.split() if word not in underlines]
-        assert " ".join(lines).split() == kept
 
 
 # ----------------------------------------------------------------------------------------------------------- explain
@@ -124,10 +107,9 @@ def test_unserved_is_explained_and_exits_with_1(skuda, terminal, host):
     assert status == 1
     assert "no kernel serves this problem here" in text
     assert "refused cpu numpy reference needs a CPU" in " ".join(text.split())
-    status, out, _ = skuda(*LINEAR, "--device", "h200")
+    status, out, _ = skuda(*LINEAR, "--device", "h200", "--all")
     assert status == 1
-    assert "chosen\t\n" in out
-    assert out.count("refused\t") == 60
+    assert out.count("refused ") == 60
 
 
 def test_explain_on_a_terminal_summarises_and_all_does_not(terminal, with_cuda):
@@ -188,9 +170,6 @@ def test_an_insisted_kernel_that_cannot_be_given_is_explained_without_cutting_id
 
 
 def test_assumed_values_are_shown(skuda, terminal, host):
-    _, out, _ = skuda(*LINEAR, "--device", "cpu")
-    assumed = [line.split("\t")[1:] for line in out.splitlines() if line.startswith("assumed\t")]
-    assert assumed == [["q_min", "-127"], ["q_max", "127"], ["activation_element", "f32"]]
     _, text, _ = terminal(*LINEAR, "--device", "cpu")
     assert "assumed q_min=-127 q_max=127 activation_element=f32" in text
     _, out, _ = skuda(*LINEAR, "--device", "cpu", "--json")
@@ -260,11 +239,11 @@ def test_a_layer_over_ranks_is_explained(skuda, terminal, host):
     split = [*LINEAR[1:], "--device", "cpu", "--shards", "axis=k,count=3"]
     status, out, err = skuda("explain", *split)
     assert (status, err) == (0, "")
-    lines = [line.split("\t") for line in out.splitlines()]
-    assert [line[1] for line in lines if line[0] == "chosen"] == STEPS
-    assert {line[2] for line in lines if line[:2] == ["step", "sums"]} == {"0", "1 2"}
-    assert ["assumed", "q_max", "127"] in lines
+    assert "  assumed q_max=127" in out.splitlines()
     status, out, err = skuda("explain", *split, "--json")
+    steps = json.loads(out)["steps"]
+    assert [step["name"] for step in steps] == STEPS
+    assert [step["ranks"] for step in steps if step["name"] == "sums"] == [[0], [1, 2]]
     assert json.loads(out)["shards"] | {"count": 3, "output": "whole"} == json.loads(out)["shards"]
     status, text, _ = terminal("explain", *split[:-1], "axis=k,count=3,chunks=2")
     assert status == 0

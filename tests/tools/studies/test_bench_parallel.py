@@ -1,4 +1,4 @@
-"""`skuda bench-model --ranks` on processes of the CPU: its record, its goals, and the faults of a rank."""
+"""`skuda bench-model --ranks` on processes of the CPU: its record, and the faults of a rank."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from paths import ROOT
 
-from skuda.registry import InvalidProblem
+from skuda.registry import InvalidProblem, SkudaError
 from skuda.tools.studies import certify
 
 
@@ -16,8 +16,8 @@ def run(monkeypatch, capsys, tmp_path):
     import rank_faults
 
     from skuda.tools.studies import certify_rank, processes
-    from skuda.torch.certification.certificate import certify as certification
-    from skuda.torch.certification.certificate import ways
+    from skuda.torch.certification import certificate as certification
+    from skuda.torch.certification import ways
 
     def kept(*given):
         few = (ways.ALONE, ways.LEFT, ways.FIXED)
@@ -77,7 +77,7 @@ def test_a_fault_among_ranks_is_found(run, fault):
 
 
 def test_a_rank_that_dies_ends_it_and_leaves_the_record_so_far(run, tmp_path, capsys):
-    with pytest.raises(certify.RankFailed, match="rank 1 failed: killed by SIGKILL"):
+    with pytest.raises(SkudaError, match="rank 1 failed: killed by SIGKILL"):
         run(fault="is_killed", layers=1, prompts=1)
     record, lines = json.loads((tmp_path / "record.json").read_text()), capsys.readouterr().err
     assert (record["partial"], record["layers"], record["prompts"]) == (True, 1, 1)

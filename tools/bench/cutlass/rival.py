@@ -18,8 +18,7 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
-from skuda.tools.bench.formulas import Inputs
-from skuda.tools.bench.rival import Alternatives, Check, Rival, operands, refusal
+from skuda.tools.bench.rival import Alternatives, Check, Inputs, Rival, operands, refusal
 from skuda.tools.output import count
 
 CAPABILITY = (9, 0)

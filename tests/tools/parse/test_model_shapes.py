@@ -7,7 +7,7 @@ import os
 import pytest
 
 from skuda.registry import InvalidProblem
-from skuda.tools.words.shapes import MODELS, ROWS, random_products, read_rows, read_shapes
+from skuda.tools.parse.shapes import MODELS, ROWS, random_products, read_rows, read_shapes
 
 
 def test_typed_shapes_are_read_each_once():

@@ -7,7 +7,7 @@ import pytest
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import InvalidProblem, InvalidRecord
 from skuda.registry.device import KNOWN_DEVICES, device_named
-from skuda.tools.words.devices import cards_of, named_device, served_by
+from skuda.tools.parse.devices import cards_of, named_device, served_by
 
 SPELLINGS = {
     "rtx4090": (

@@ -18,7 +18,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.tools.output import chosen, words
-from skuda.tools.words.shapes import ROWS, Shape, random_products
+from skuda.tools.parse.shapes import ROWS, Shape, random_products
 
 _F16, _BF16, _F32, _F64 = ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.F64
 _S32 = ElementKind.S32
