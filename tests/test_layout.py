@@ -53,6 +53,7 @@ ORDER = (
     "torch.peft",
     "torch.moved",
     "torch",
+    "serving",
     "vllm.status",
     "vllm.warming",
     "vllm.fusion",
@@ -90,7 +91,7 @@ TOOLS = (
 """The same for `skuda.tools`, which nothing else imports."""
 
 
-LIFTED = (("dispatch", "torch"), ("dispatch", "vllm"))
+LIFTED = (("dispatch", "torch"), ("dispatch", "serving"), ("dispatch", "vllm"))
 """Folders that are packages beside `skuda.dispatch`."""
 
 

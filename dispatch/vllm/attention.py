@@ -12,8 +12,7 @@ of other shapes in the same memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,22 +28,18 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from skuda.functional import default_dispatcher
-from skuda.kernels.attention.attention import AttentionDescriptor
 from skuda.kernels.attention.cache import HEAD_SIZES, PAGE
-from skuda.kernels.attention.rope_quantize_append import RopeQuantizeAppendDescriptor
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.ops.dtypes import element_of
+from skuda.serving.blocks import BlockCache, Shape, append_and_attend, cut, problems, token_bytes
+from skuda.serving.preparation import prepare, select, want
+from skuda.serving.status import missing
 from skuda.vllm.linear_kernel import logger
-from skuda.vllm.status import missing
-from skuda.vllm.warming import prepare, select, want
 
 CACHE_DTYPE = "int8_per_token_head"
 """What vLLM calls a cache of int8 codes with an f32 scale for each key and value of a head."""
 
 _SUBJECT = 'attention_backend="CUSTOM" of skuda'
-_MOST_POSITIONS = 2**31 - 1
 _LEAST_CAPABILITY = 80
 
 
@@ -112,12 +107,12 @@ class ExactAttentionBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         """Return the shape of a layer's memory, in bytes, for vLLM 0.26; only its size counts."""
         del cache_dtype_str
-        return num_blocks, num_kv_heads, block_size, _token_bytes(head_size)
+        return num_blocks, num_kv_heads, block_size, token_bytes(head_size)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Return the description of a layer's cache with the bytes of a token and head, for vLLM 0.33."""
-        return replace(spec, state_content_bytes=_token_bytes(spec.head_size))
+        return replace(spec, state_content_bytes=token_bytes(spec.head_size))
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
@@ -169,10 +164,10 @@ class ExactTablesBuilder(AttentionMetadataBuilder[ExactTables]):  # type: ignore
         layers = vllm_config.compilation_config.static_forward_context
         _check_layers(layers, layers[layer_names[0]])
         if device.type == "cuda":
-            problems = _problems_of_graphs(layers[layer_names[0]], vllm_config)
-            want(problems, vllm_config.scheduler_config.max_num_batched_tokens)
-            prepare(str(device))
-            select(problems, str(device))
+            found = _problems_of_graphs(layers[layer_names[0]], vllm_config)
+            want(found, vllm_config.scheduler_config.max_num_batched_tokens)
+            prepare(str(device), logger)
+            select(found, str(device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: Any = None
@@ -229,7 +224,7 @@ class ExactAttention(AttentionImpl[ExactTables]):  # type: ignore[misc]
         self.num_kv_heads = num_kv_heads or num_heads
         self.window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
         # vLLM sets an attribute of this name to None when it frees a cache; other backends keep views of it there, too.
-        self._k_scale_cache: tuple[Tensor, _Cache] | None = None
+        self._k_scale_cache: tuple[Tensor, BlockCache] | None = None
         absent = "be left out: it is not part of the definition; use another attention backend"
         if kv_cache_dtype != CACHE_DTYPE:
             _refuse("kv_cache_dtype", shown(kv_cache_dtype), f"be {CACHE_DTYPE!r}")
@@ -284,44 +279,17 @@ class ExactAttention(AttentionImpl[ExactTables]):  # type: ignore[misc]
             _refuse("output_scale", "a tensor", "be None: the output is not quantized here")
         if attn_metadata is None:
             return output.zero_()
-        cache, at = self._cache(kv_cache), attn_metadata
-        tokens, heads, size = query.shape
-        sequences, most_blocks = at.block_table.shape
-        shape = _Shape(tokens, sequences, len(kv_cache), self.num_kv_heads, most_blocks, heads, size)
-        append, attend = _problems(shape, query.dtype, self.scale, self.window)
-        shared = cache._asdict() | {"block_table": at.block_table, "lengths": at.lengths, "starts": at.starts}
-        q, k, v = (each.flatten(1) for each in (query, key, value))
-        run = default_dispatcher().run
-        codes, scales = run(append, q=q, k=k, v=v, cos_sin=_unturned(q.device), **shared)
-        run(attend, q_codes=codes, q_scale=scales, output=output.view(query.shape), **shared)
+        tables = (attn_metadata.block_table, attn_metadata.lengths, attn_metadata.starts)
+        append_and_attend(
+            self._cache(kv_cache), tables, query, key, value, output, scale=self.scale, window=self.window
+        )
         return output
 
-    def _cache(self, memory: Tensor) -> _Cache:
+    def _cache(self, memory: Tensor) -> BlockCache:
         """Return the arrays in a layer's memory. They are made again if vLLM has allocated other memory."""
         if self._k_scale_cache is None or self._k_scale_cache[0] is not memory:
-            self._k_scale_cache = memory, _cut(memory, self.num_kv_heads, self.head_size)
+            self._k_scale_cache = memory, cut(memory, self.num_kv_heads, self.head_size)
         return self._k_scale_cache[1]
-
-
-class _Cache(NamedTuple):
-    """Arguments of the ops that are in the cache."""
-
-    k_codes: Tensor
-    k_scale: Tensor
-    v_codes: Tensor
-    v_scale: Tensor
-
-
-class _Shape(NamedTuple):
-    """Sizes of a call."""
-
-    tokens: int
-    sequences: int
-    pages: int
-    kv_heads: int
-    most_blocks: int
-    heads: int
-    head_size: int
 
 
 def offer() -> None:
@@ -331,59 +299,6 @@ def offer() -> None:
         register_backend(custom, ours)
     elif custom.get_path() != ours:
         logger.info_once("attention_backend=CUSTOM is %s of another plug-in, not skuda's", custom.get_path())
-
-
-def _token_bytes(head_size: int) -> int:
-    """Return the bytes of a key and a value of a head: codes, and two scales in f32."""
-    return 2 * head_size + 8
-
-
-def _cut(memory: Tensor, heads: int, size: int) -> _Cache:
-    """Return the arrays in a layer's memory.
-
-    Parameters
-    ----------
-    memory : tensor of shape (pages, heads, 128, bytes of a token), int8
-        What vLLM has allocated.
-    heads, size : int
-        Heads of keys, and their elements.
-
-    Raises
-    ------
-    InvalidProblem
-        For memory of another shape, or in several pieces.
-    """
-    shape = (len(memory), heads, PAGE, _token_bytes(size))
-    if memory.shape != shape or memory.dtype is not torch.int8 or not memory.is_contiguous():
-        had = f"{memory.dtype}, shape {tuple(memory.shape)}, strides {memory.stride()}"
-        _refuse("kv_cache", had, f"be int8 of shape {shape} in one piece: vLLM has another layout here")
-    pages, whole = len(memory), memory.view(-1)
-    codes, scales = pages * heads * PAGE * size, pages * heads * PAGE * 4
-    k_codes, v_codes, k_scale, v_scale = whole.split((codes, codes, scales, scales))
-    return _Cache(
-        k_codes.view(pages, heads, PAGE, size),
-        k_scale.view(torch.float32).view(pages, heads, PAGE),
-        v_codes.view(pages, heads, size, PAGE),
-        v_scale.view(torch.float32).view(pages, heads, PAGE),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _problems(
-    shape: _Shape, dtype: torch.dtype, scale: float, window: int | None
-) -> tuple[RopeQuantizeAppendDescriptor, AttentionDescriptor]:
-    """Return the problems of a call: what appends, and what attends."""
-    sizes, element = shape._asdict(), element_of(dtype)
-    return (
-        RopeQuantizeAppendDescriptor(**sizes, most_positions=_MOST_POSITIONS, rotated=0, input_element=element),
-        AttentionDescriptor(**sizes, scale=scale, window=window, output_element=element),
-    )
-
-
-@lru_cache(maxsize=16)
-def _unturned(device: torch.device) -> Tensor:
-    """Return cosines of no column: keys and queries have been turned."""
-    return torch.empty((_MOST_POSITIONS, 0), dtype=torch.float32, device=device)
 
 
 def _check_layers(layers: dict[str, Any], first: Any) -> None:
@@ -412,8 +327,8 @@ def _problems_of_graphs(layer: Any, config: Any) -> set[Any]:
     calls.add((config.scheduler_config.max_num_batched_tokens, 1))
     found: set[Any] = set()
     for tokens, sequences in calls:
-        shape = _Shape(tokens, sequences, pages, impl.num_kv_heads, most, impl.num_heads, impl.head_size)
-        found.update(_problems(shape, layer.dtype, impl.scale, impl.window))
+        shape = Shape(tokens, sequences, pages, impl.num_kv_heads, most, impl.num_heads, impl.head_size)
+        found.update(problems(shape, layer.dtype, impl.scale, impl.window))
     return found
 
 

@@ -13,10 +13,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.serving import tokens
+from skuda.serving.preparation import want
 from skuda.vllm.attention import CACHE_DTYPE
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import logger
-from skuda.vllm.warming import attend, want
+from skuda.vllm.warming import attend
 
 
 def offer() -> None:
@@ -65,7 +67,7 @@ def serve(worker: Any) -> None:
     else:
         runner.sampler = sampler.ExactSampler(runner)
     if runner.device.type == "cuda":
-        problems = sampler.problems(config.model_config.get_vocab_size())
+        problems = tokens.problems(config.model_config.get_vocab_size())
         want(problems, config.scheduler_config.max_num_batched_tokens)
     logger.info_once("Tokens are drawn, and log-probabilities computed, by skuda's ops")
 

@@ -24,11 +24,11 @@ from vllm.platforms import current_platform
 
 import skuda
 from skuda.dispatch.settings import fuses_in_vllm
+from skuda.serving.preparation import prepare, problems_of, select, want
 from skuda.torch.fuse import graph as graphs
 from skuda.torch.fuse import patterns
 from skuda.torch.fuse.fuse import Fusion
 from skuda.vllm.status import NAME
-from skuda.vllm.warming import prepare, problems_of, select, want
 
 logger = init_logger("vllm.skuda")
 
@@ -86,7 +86,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             if torch.cuda.is_available():
                 device, problems = f"cuda:{torch.cuda.current_device()}", problems_of(graph, self.sizes, self._warmed)
                 want(problems, max(self.sizes))
-                prepare(device)
+                prepare(device, logger)
                 select(problems, device)
         except Exception as error:
             logger.warning_once("skuda leaves a graph that it cannot read: %s", error)

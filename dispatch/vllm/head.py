@@ -15,10 +15,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.utils import set_weight_attrs
 
 from skuda.registry.errors import InvalidProblem
+from skuda.serving.preparation import want
 from skuda.torch.ops.tensor_op import OPS
 from skuda.vllm import loading
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, nonfinite
-from skuda.vllm.warming import want
 
 _WEIGHT, _SCALE = "weight", "weight_scale"
 

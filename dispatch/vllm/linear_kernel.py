@@ -17,10 +17,10 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8Sca
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
+from skuda.serving.status import missing
 from skuda.torch.formats import INT8, WeightFormat
 from skuda.torch.ops.dtypes import element_of
 from skuda.vllm import fusion, loading
-from skuda.vllm.status import missing
 
 logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
 

@@ -25,9 +25,8 @@ from vllm.model_executor.parameter import PackedvLLMParameter
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
+from skuda.serving.exchange import product_of_columns
 from skuda.torch.formats import INT8, TO_INT8, Quantizer, WeightFormat
-from skuda.torch.formats.int8 import Q_MAX
-from skuda.torch.ops.dtypes import element_of
 from skuda.torch.ops.registered import TAGS
 from skuda.torch.ops.registering import registering
 from skuda.vllm import loading
@@ -112,25 +111,18 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
         """Return the whole output, (..., N), on every rank for its columns of the input, (..., K / ranks)."""
         del bias  # vLLM gives it to the first rank only
         weight, weight_scale, scale, zero_point, _ = self._get_layer_params(layer)
-        rows, of_channels = x.reshape(-1, x.shape[-1]), None
-        if self.config.is_static_input_scheme:
-            zero = layer.skuda_zero if zero_point is None else zero_point
-            codes = _OPS.quantize_per_tensor.default(rows, scale, zero, q_min=-128, q_max=127, output_element="s8")
-        else:
-            largest = _OPS.all_reduce.default(_OPS.amax.default(rows, nonfinite=self.nonfinite), "max", self.group)
-            codes, scale = _OPS.amax_quantize.default(rows, largest, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
-        if zero_point is not None:  # a row of ones gives the sums of the weight's rows, with the same exchange
-            codes = torch.cat((codes, codes.new_ones(1, codes.shape[1])))
-        weight = self.form.operand(weight, weight_scale.shape[0], x.shape[-1])
-        sums = _OPS.scaled_linear.default(codes, weight, n=weight_scale.shape[0], output_element="s32")
-        sums = _OPS.all_reduce.default(sums, "sum", self.group)
-        if zero_point is not None:
-            sums, of_channels = sums[:-1], sums[-1]
-        output: Tensor = _OPS.rescale.default(
-            sums, scale, weight_scale, zero_point, of_channels, None, None, None if layer.skip_bias_add else layer.bias,
-            k=self.k, output_element=str(element_of(x.dtype)),
-            act_scale_scope="tensor" if self.config.is_static_input_scheme else "token",
-        )  # fmt: skip
+        output = product_of_columns(
+            x.reshape(-1, x.shape[-1]),
+            self.form.operand(weight, weight_scale.shape[0], x.shape[-1]),
+            weight_scale,
+            lambda part, how: _OPS.all_reduce.default(part, how, self.group),
+            k=self.k,
+            bias=None if layer.skip_bias_add else layer.bias,
+            input_scale=scale if self.config.is_static_input_scheme else None,
+            zero=layer.skuda_zero if self.config.is_static_input_scheme and zero_point is None else None,
+            zero_point=zero_point,
+            nonfinite=self.nonfinite,
+        )
         return output.reshape(*x.shape[:-1], output.shape[-1])
 
 

@@ -1,15 +1,8 @@
-"""vLLM's sampler by skuda's ops: tokens and log-probabilities of a row have the same bits whatever the batch.
-
-The random number of a token follows from the seed of its request and the token's position. So it depends neither on
-other requests nor on the order of steps, and `skuda.torch.sample` draws the same.
-"""
+"""vLLM's sampler by `skuda.serving.tokens`: tokens and log-probabilities of a row have the same bits in any batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -21,17 +14,10 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from skuda.registry.descriptor import Descriptor
-from skuda.torch.ops.sampling import as_top_k
-from skuda.torch.ops.tensor_op import OPS
+from skuda.serving.tokens import Undefined, chosen, draw, greedy, hashed, largest, log_probabilities, ranks_of, signed
 
 logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
-_LEAST_TEMPERATURE = 1e-5
-"""Below this, vLLM takes the largest logit."""
-_SIGN = 31
-_WORD = 32
-_ROWS = 64
-"""Rows at a time in what takes several times the memory of logits."""
+UNDEFINED = Undefined(logger, "VLLM_COMPUTE_NANS_IN_LOGITS=1 counts such requests.")
 
 
 class ExactSampler(Sampler):  # type: ignore[misc]
@@ -150,164 +136,4 @@ class ExactSampler(Sampler):  # type: ignore[misc]
     def _seed(self, name: str) -> int:
         """Return the seed of a request. Without one it follows from its name, which all ranks know."""
         given = self.runner.requests[name].sampling_params.seed
-        return _hashed(self.runner.model_config.seed, name) if given is None else signed(given)
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """Return the lowest id among the largest logits of each row, s64; -1 for a row without a distribution."""
-    found: Tensor = torch.ops.skuda.argmax.default(logits)
-    return found.masked_fill_(~logits.gather(1, found[:, None])[:, 0].isfinite(), -1)
-
-
-def draw(logits: Tensor, seed: Tensor, position: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Draw a token for each row.
-
-    Parameters
-    ----------
-    logits : tensor of shape (rows, V)
-        After the temperature.
-    seed, position : tensors of shape (rows,), s64
-    top_k, top_p : tensors of shape (rows,), optional
-
-    Returns
-    -------
-    tensor of shape (rows,), s64
-        Ids; -1 for a row without a distribution: with a NaN, plus infinity, or nothing but minus infinity.
-    """
-    ones, zeros = torch.ones_like(seed, dtype=torch.float32), torch.zeros_like(seed)
-    top_k = None if top_k is None else as_top_k(top_k)
-    found: Tensor = torch.ops.skuda.sample.default(logits, ones, seed, zeros, position, top_k, top_p)
-    return found
-
-
-class Undefined:
-    """Counts rows of logits without a distribution, and warns of them.
-
-    A GPU's count is read at a later step, so that no step waits for it.
-
-    Attributes
-    ----------
-    rows : int
-        Rows that this process has seen so far, of those that are known already.
-    """
-
-    def __init__(self) -> None:
-        self.rows, self._told = 0, 0
-        self._count: Tensor | None = None
-        self._copy: tuple[Tensor, torch.cuda.Event | None] | None = None
-
-    def settle(self, tokens: Tensor) -> Tensor:
-        """Count the ids of -1, and turn them into 0 in place, since vLLM looks every id up.
-
-        Parameters
-        ----------
-        tokens : tensor of shape (rows,), s64
-
-        Returns
-        -------
-        tensor of shape (rows,), s64
-        """
-        self._read()
-        if self._count is None or self._count.device != tokens.device:
-            self._count, self._copy = torch.zeros((), dtype=torch.int64, device=tokens.device), None
-        self._count += (tokens < 0).sum()
-        if self._copy is None:
-            self._copy = self._copied(self._count)
-        if not tokens.is_cuda:
-            self._read()
-        return tokens.clamp_(min=0)
-
-    @staticmethod
-    def _copied(count: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        if not count.is_cuda:
-            return count.clone(), None
-        event = torch.cuda.Event()
-        host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
-        event.record()
-        return host, event
-
-    def _read(self) -> None:
-        """Take a count that has arrived, and tell at the first row and whenever the number has doubled."""
-        if self._copy is None or not (self._copy[1] is None or self._copy[1].query()):
-            return
-        self.rows, self._copy = int(self._copy[0]), None
-        if self.rows >= max(2 * self._told, 1):
-            self._told = self.rows
-            logger.warning(
-                "skuda: %d rows of logits so far had a NaN or an infinity, and no distribution. Their token is id 0, "
-                "and its log-probability is NaN. VLLM_COMPUTE_NANS_IN_LOGITS=1 counts such requests.",
-                self.rows,
-            )
-
-
-UNDEFINED = Undefined()
-
-
-def chosen(temperature: Tensor, largest_ones: Tensor, drawn: Tensor) -> Tensor:
-    """Return the tokens with the largest logit where the temperature is 0, and the drawn ones elsewhere."""
-    return torch.where(temperature < _LEAST_TEMPERATURE, largest_ones, drawn)
-
-
-def log_probabilities(logits: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Return the log-probabilities of ids of each row, or of all, f32 of shape (rows, ids)."""
-    run = torch.ops.skuda.log_softmax_at.default
-    if ids is not None:
-        found: Tensor = run(logits, ids)[0]
-        return found
-    every = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    result = torch.empty_like(logits, dtype=torch.float32)
-    for rows, part in zip(logits.split(_ROWS), result.split(_ROWS), strict=True):
-        part.copy_(run(rows, every.expand(rows.shape).contiguous())[0])
-    return result
-
-
-def largest(scores: Tensor, count: int) -> Tensor:
-    """Return the ids of the largest scores, the largest first, of equal ones that of the lower id first.
-
-    Parameters
-    ----------
-    scores : tensor of shape (rows, V)
-    count : int
-
-    Returns
-    -------
-    tensor of shape (rows, count), s64
-    """
-    if not count:
-        return torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
-    return torch.cat([_ordered(part).topk(count, dim=1).indices for part in scores.split(_ROWS)])
-
-
-def _ordered(scores: Tensor) -> Tensor:
-    """Return an s64 for each score, in the same order. None are equal, since topk leaves the order of equals open."""
-    bits = (scores.float() + 0.0).view(torch.int32)  # minus zero equals zero
-    lower = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
-    return (bits ^ (bits >> _SIGN & 0x7FFFFFFF)).long().bitwise_left_shift_(_WORD).add_(lower)
-
-
-def ranks_of(scores: Tensor, ids: Tensor) -> Tensor:
-    """Return how many scores of each row are at least that of its id, s64 of shape (rows,)."""
-    return (scores >= scores.gather(1, ids[:, None])).sum(1)
-
-
-def problems(width: int) -> Iterator[Descriptor]:
-    """Return the problems of a step with one row of so many logits, and one id to score."""
-    logits, number, long = (torch.empty(shape, device="meta") for shape in ((1, width), (1,), (1,)))
-    long = long.long()
-    yield OPS["argmax"].problem(logits=logits)
-    yield OPS["log_softmax_at"].problem(logits=logits, tokens=long[:, None])
-    keys: dict[str, Any] = {"temperature": number, "seed": long, "sequence": long, "position": long}
-    top_k, top_p = {"top_k": number.int()}, {"top_p": number}
-    for sets in ({}, top_k, top_p, top_k | top_p):
-        yield OPS["sample"].problem(logits=logits, **keys, **sets)
-
-
-def signed(seed: int) -> int:
-    """Return the s64 with the bits of a seed."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
-@lru_cache(maxsize=4096)
-def _hashed(seed: int, name: str) -> int:
-    """Return a seed for a request without one."""
-    return int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little", signed=True)
+        return hashed(self.runner.model_config.seed, name) if given is None else signed(given)

@@ -15,7 +15,8 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample import prompt_logprob, sampler, states
 
-from skuda.vllm.sampler import UNDEFINED, chosen, draw, greedy, largest, log_probabilities, ranks_of
+from skuda.serving.tokens import chosen, draw, greedy, largest, log_probabilities, ranks_of
+from skuda.vllm.sampler import UNDEFINED
 
 
 class ExactSamplerV2(sampler.Sampler):  # type: ignore[misc]

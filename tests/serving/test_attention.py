@@ -388,7 +388,7 @@ def test_kernels_are_loaded_before_graphs_are_captured(alone, monkeypatch):
     ExactAttentionBackend.get_builder_cls()(spec, [layer.layer_name], whole, torch.device("cuda", 1))
     (problems, most), *then = seen
     assert most == 512
-    assert then == [("cuda:1",), (problems, "cuda:1")]
+    assert then == [("cuda:1", attention.logger), (problems, "cuda:1")]
     assert {(p.op, p.tokens, p.sequences, p.most_blocks, p.pages, p.heads, p.kv_heads) for p in problems} == {
         (op, tokens, sequences, 8, 77, HEADS, KV_HEADS)
         for op in ("attention", "rope_quantize_append")

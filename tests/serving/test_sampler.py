@@ -27,6 +27,7 @@ from vllm_layers import described
 
 import skuda.torch as st
 from skuda.registry.errors import InvalidProblem
+from skuda.serving import tokens as by_ops
 from skuda.vllm import exact, sampler, sampler_v2
 from skuda.vllm.attention import CACHE_DTYPE
 from skuda.vllm.config import SkudaVllmConfig
@@ -276,13 +277,13 @@ def test_requests_of_one_seed_differ_by_position_or_name(alone):
     assert sampler.ExactSampler(runner)._seed("any") != keys[0]
     logits = torch.zeros(2000, WIDTH)
     position, seed = torch.arange(2000), torch.full((2000,), 4)
-    assert len(sampler.draw(logits, seed, position, None, None).unique()) > WIDTH / 2
+    assert len(by_ops.draw(logits, seed, position, None, None).unique()) > WIDTH / 2
     wide = [torch.full((2000,), number) for number in (2**32 + 2, 0)]  # both mean all
-    assert torch.equal(*(sampler.draw(logits, seed, position, top_k, None) for top_k in wide))
+    assert torch.equal(*(by_ops.draw(logits, seed, position, top_k, None) for top_k in wide))
 
 
 def test_seeds_are_those_of_requests_of_any_sign(alone):
-    assert [sampler.signed(seed) for seed in (3, -3, 2**63, 2**64 - 1)] == [3, -3, -(2**63), -1]
+    assert [by_ops.signed(seed) for seed in (3, -3, 2**63, 2**64 - 1)] == [3, -3, -(2**63), -1]
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
@@ -372,7 +373,7 @@ def test_named_tokens_have_exact_log_probabilities(alone, monkeypatch):
 def test_a_row_without_a_distribution_gives_a_known_id(runner, monkeypatch):
     told, server, healthy = [], runner(prompts(fresh())), logits_of
     monkeypatch.setattr(sampler.logger, "warning", lambda line, *values: told.append(line % values))
-    monkeypatch.setattr(sampler.UNDEFINED, "__dict__", sampler.Undefined().__dict__)
+    monkeypatch.setattr(sampler.UNDEFINED, "__dict__", by_ops.Undefined(sampler.logger, "").__dict__)
     server.step(names := ["greedy", "both", "plain", "top-k"])
     assert not told
     assert not sampler.UNDEFINED.rows
@@ -400,12 +401,12 @@ def test_a_row_without_a_distribution_gives_a_known_id(runner, monkeypatch):
 
 def test_largest_ones_are_in_order_and_the_lower_id_is_first():
     found = torch.tensor([[1.0, -0.5, 3.0, 3.0, -torch.inf], [-2.0, -2.0, 0.0, -7.0, -2.0]])
-    assert sampler.largest(found, 4).tolist() == [[2, 3, 0, 1], [2, 0, 1, 4]]
-    assert sampler.largest(found, 0).shape == (2, 0)
-    assert sampler.largest(found[:0], 3).shape == (0, 3)
-    assert torch.equal(sampler.largest(found.repeat(70, 1), 4), sampler.largest(found, 4).repeat(70, 1))
+    assert by_ops.largest(found, 4).tolist() == [[2, 3, 0, 1], [2, 0, 1, 4]]
+    assert by_ops.largest(found, 0).shape == (2, 0)
+    assert by_ops.largest(found[:0], 3).shape == (0, 3)
+    assert torch.equal(by_ops.largest(found.repeat(70, 1), 4), by_ops.largest(found, 4).repeat(70, 1))
     signs = torch.tensor([[-0.0, 0.0, torch.inf, -1e-45]])
-    assert sampler.largest(signs, 4).tolist() == [[2, 0, 1, 3]]
+    assert by_ops.largest(signs, 4).tolist() == [[2, 0, 1, 3]]
 
 
 def test_vllm_measures_memory_with_rows_of_no_request(alone):
@@ -510,7 +511,7 @@ def test_a_checkpoint_of_an_exact_model_is_served_exactly(served):
 
 
 def test_kernels_get_ready_for_every_number_of_rows_and_choice_of_sets(served, monkeypatch):
-    found = list(sampler.problems(WIDTH))
+    found = list(by_ops.problems(WIDTH))
     sets = {(each.has_top_k, each.has_top_p) for each in found if each.op == "sample"}
     assert sets == {(k, p) for k in (False, True) for p in (False, True)}
     assert {each.op for each in found} == {"sample", "argmax", "log_softmax_at"}

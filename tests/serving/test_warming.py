@@ -18,10 +18,12 @@ from skuda.dispatch.backends import cuda
 from skuda.dispatch.telemetry import Kernels
 from skuda.kernels.attention import AttentionDescriptor
 from skuda.registry import InvalidProblem
+from skuda.serving import preparation
+from skuda.serving import tokens as by_ops
+from skuda.serving.preparation import problems_of
 from skuda.torch.int4 import int4_weight
 from skuda.torch.ops.tensor_op import OPS
-from skuda.vllm import sampler, warming
-from skuda.vllm.warming import problems_of
+from skuda.vllm import warming
 
 N, K = 96, 64
 CODES = {"q_min": -127, "q_max": 127, "output_element": "s8"}
@@ -84,11 +86,11 @@ def test_a_problem_that_fails_stops_no_other(monkeypatch):
         raise InvalidProblem("select", "problem", "this", "be another")
 
     monkeypatch.setattr(Dispatcher, "select", select)
-    warming.select(every, "cuda:1")
+    preparation.select(every, "cuda:1")
     assert set(seen) == every
     monkeypatch.setattr(Dispatcher, "select", lambda self, problem, device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        warming.select(every, "cuda:1")
+        preparation.select(every, "cuda:1")
 
 
 @pytest.fixture
@@ -96,9 +98,10 @@ def backend(monkeypatch, tmp_path):
     """The backend of a GPU that `default_dispatcher` of `warming` has."""
     made = loading_cuda(monkeypatch, tmp_path)
     dispatcher = Dispatcher(backends=[made])
-    monkeypatch.setattr(warming, "default_dispatcher", lambda: dispatcher)
+    for module in (preparation, warming):
+        monkeypatch.setattr(module, "default_dispatcher", lambda: dispatcher)
     monkeypatch.setattr(warming, "logger", Mock())
-    monkeypatch.setattr(warming, "_prepared", set())
+    monkeypatch.setattr(preparation, "_prepared", set())
     monkeypatch.setattr(warming, "KERNELS", Kernels())
     monkeypatch.setattr(cuda, "KERNELS", warming.KERNELS)
     made.select = lambda problem: dispatcher.select(problem, device="cuda:0")
@@ -114,13 +117,13 @@ def started(backend, most, ran, *, wanted=()):
         compile_or_warm_up_model=lambda: [backend.select(problem) for problem in ran] and "times",
     )
     warming.attend(worker)
-    warming.want(wanted, most)
+    preparation.want(wanted, most)
     return worker.compile_or_warm_up_model()
 
 
 def test_after_the_start_no_number_of_tokens_loads_a_kernel(backend):
     rng, most, counts = fresh(), 200, warming.KERNELS
-    ran, sampled = called(*arguments(rng, most)), set(sampler.problems(40))
+    ran, sampled = called(*arguments(rng, most)), set(by_ops.problems(40))
     sizes = {"heads": 8, "kv_heads": 2, "head_size": 128, "pages": 50, "most_blocks": 9, "scale": 0.1}
     attended = AttentionDescriptor(tokens=most, sequences=1, **sizes, output_element="bf16")
     assert started(backend, most, ran, wanted={*sampled, attended}) == "times"
@@ -155,7 +158,7 @@ def test_a_worker_without_our_kernels_and_a_cpu_are_left_alone(backend):
 
 def test_progress_is_shown_and_what_fails_is_named(backend, monkeypatch):
     times = count(0, 6)
-    monkeypatch.setattr(warming, "monotonic", lambda: next(times))
+    monkeypatch.setattr(preparation, "monotonic", lambda: next(times))
     load = backend.load
 
     def fails(cubin, ordinal):
@@ -164,11 +167,11 @@ def test_progress_is_shown_and_what_fails_is_named(backend, monkeypatch):
         load(cubin, ordinal)
 
     monkeypatch.setattr(backend, "load", fails)
-    warming.want(called(*arguments(fresh(), 3)), 90)
-    found = warming.prepare("cuda:0")
+    preparation.want(called(*arguments(fresh(), 3)), 90)
+    found = preparation.prepare("cuda:0", warming.logger)
     assert len(found.failed) == 1
     assert "silu" in str(warming.logger.warning.call_args)
     shown = [call.args for call in warming.logger.info.call_args_list]
     line = "skuda: %d of %d kernels are ready"
     assert shown == [*((line, n, found.kernels) for n in range(1, found.kernels)), ("skuda: %s", found)]
-    assert warming.prepare("cuda:0") is None
+    assert preparation.prepare("cuda:0", warming.logger) is None

@@ -31,7 +31,12 @@ def test_the_wheel_holds_every_source_file_and_nothing_outside_skuda(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
     assert all(name.startswith("skuda/") for name in names)
     sources = tracked("registry", "kernels", "dispatch", "tools")
-    moved = {"dispatch/skuda-package/": "", "dispatch/torch/": "torch/", "dispatch/vllm/": "vllm/"}
+    moved = {
+        "dispatch/skuda-package/": "",
+        "dispatch/torch/": "torch/",
+        "dispatch/serving/": "serving/",
+        "dispatch/vllm/": "vllm/",
+    }
     for before, after in moved.items():
         sources = [after + name.removeprefix(before) if name.startswith(before) else name for name in sources]
     assert names == {f"skuda/{name}" for name in sources}
