@@ -105,7 +105,9 @@ def name_of(path):
 def part(module):
     """The part that a module belongs to: its folder; a module beside the folders of dispatch or tools is a part."""
     names = module.split(".")[1:]
-    loose = names[:1] in (["registry"], ["serving"]) or (names[:1] == ["kernels"] and not (ROOT / "/".join(names[:2])).is_dir())
+    loose = names[:1] in (["registry"], ["serving"]) or (
+        names[:1] == ["kernels"] and not (ROOT / "/".join(names[:2])).is_dir()
+    )
     return ".".join(names[: 1 if loose else 2])
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from skuda.dispatch import Dispatcher
 
+ENGINES = ("vllm",)
+"""The engines that skuda serves: names of packages beside `skuda.serving`."""
 _COLOURS = {"ok": "green", "missing": "yellow", "broken": "bold red"}
 _SLOW = 1.0
 """Seconds that a plug-in may add to every start before it is reported as slow."""
@@ -251,13 +253,14 @@ def _plugins(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
 
 
 def _serving() -> Iterator[Finding]:
-    from skuda.vllm.status import status
-
-    found = status()
-    if found is not None:
-        served = f"{found.version}, skuda serves its int8 layers; SKUDA_VLLM=0 leaves them to vLLM"
-        trouble = f"{found.version}, its int8 layers run without skuda: {found.trouble}"
-        yield Finding("missing" if found.trouble else "ok", "vllm", trouble if found.trouble else served, found.remedy)
+    for engine in ENGINES:
+        found = import_module(f"skuda.{engine}.status").status()
+        if found is not None:
+            served = f"{found.version}, skuda serves its int8 layers; SKUDA_{engine.upper()}=0 leaves them as they are"
+            trouble = f"{found.version}, its int8 layers run without skuda: {found.trouble}"
+            yield Finding(
+                "missing" if found.trouble else "ok", engine, trouble if found.trouble else served, found.remedy
+            )
 
 
 def _cache() -> Iterator[Finding]:
