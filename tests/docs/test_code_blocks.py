@@ -59,6 +59,7 @@ def blocks_of(page, text=None):
 NEEDS = {
     "docs/attention.md": ("torch", "transformers"),
     "docs/exact.md": ("torch", "transformers"),
+    "docs/format.md": ("torch",),
     "docs/int4.md": ("torch",),
     "docs/torch.md": ("torch", "transformers", "safetensors"),
     "docs/training.md": ("torch",),
