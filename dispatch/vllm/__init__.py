@@ -20,7 +20,7 @@ def register() -> None:
         return
     from skuda.vllm import attention, config, exact, linear_kernel
 
-    linear_kernel.offer()
-    attention.offer()
+    linear_kernel.register()
+    attention.register()
     config.register()
-    exact.offer()
+    exact.register()

@@ -292,7 +292,7 @@ class ExactAttention(AttentionImpl[ExactTables]):  # type: ignore[misc]
         return self._k_scale_cache[1]
 
 
-def offer() -> None:
+def register() -> None:
     """Let vLLM know the backend, unless another plug-in has its name."""
     ours, custom = f"{__name__}.{ExactAttentionBackend.__qualname__}", AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():

@@ -21,7 +21,7 @@ from skuda.vllm.linear_kernel import logger
 from skuda.vllm.warming import attend
 
 
-def offer() -> None:
+def register() -> None:
     """Let every worker of vLLM that begins after this prepare its kernels, and have the sampler if its config asks."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 

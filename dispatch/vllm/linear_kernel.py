@@ -108,7 +108,7 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         return product
 
 
-def offer() -> None:
+def register() -> None:
     """Put the kernel before vLLM's own, which decline nothing."""
     known: list[Any] = kernels._POSSIBLE_INT8_KERNELS.setdefault(PlatformEnum.CUDA, [])  # noqa: SLF001  registering appends
     if SkudaInt8ScaledMMLinearKernel not in known:

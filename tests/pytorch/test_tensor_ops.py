@@ -252,7 +252,7 @@ def test_a_tensor_that_requires_grad_is_refused_where_gradients_are_recorded(nam
                 {argument: kind},
                 {n: (kind if n == argument else t).to("meta") for n, t in call.tensors.items()},
             ):
-                with pytest.raises(InvalidProblem, match=rf"{argument} must be detached.*skuda\.torch\.linear\.autograd"):
+                with pytest.raises(InvalidProblem, match=rf"{argument} must be detached.*linear\.autograd"):
                     call(**given)
             with torch.no_grad():
                 got = call(**{argument: kind})

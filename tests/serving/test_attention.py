@@ -360,10 +360,10 @@ def test_it_is_the_custom_backend_unless_another_plug_in_is(monkeypatch):
     ours = custom.get_path()
     try:
         register_backend(custom, "another.Backend")
-        attention.offer()
+        attention.register()
         assert custom.get_path() == "another.Backend"
         custom.clear_override()
-        attention.offer()
+        attention.register()
         assert custom.get_path() == ours
     finally:
         register_backend(custom, ours)

@@ -453,7 +453,7 @@ def test_a_worker_has_the_sampler_if_the_config_asks_for_it(served, monkeypatch)
     assert type(worker_of(config_of(use_v2_model_runner=True)).model_runner.sampler) is Sampler
     assert model_runner.Sampler is sampler_v2.ExactSamplerV2
     hooked = worker_base.WorkerWrapperBase.init_device
-    exact.offer()
+    exact.register()
     assert worker_base.WorkerWrapperBase.init_device is hooked
 
 
