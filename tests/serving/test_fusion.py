@@ -528,7 +528,7 @@ def test_kernels_are_prepared_for_every_captured_size(config, monkeypatch):
     monkeypatch.setattr(fusion.torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(fusion, "select", lambda problems, device: warmed.extend((device, each) for each in problems))
     monkeypatch.setattr(fusion, "want", lambda problems, most: ready.append((len(problems), most)))
-    monkeypatch.setattr(fusion, "prepare", ready.append)
+    monkeypatch.setattr(fusion, "prepare", lambda device, _: ready.append(device))
     add_pass()
     shapes = {0: torch.export.Dim("tokens", max=4096)}, None, None
     graph = torch.export.export(Product(), (torch.ones(6, K), *weights()), dynamic_shapes=shapes).graph
