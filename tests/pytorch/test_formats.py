@@ -56,18 +56,20 @@ def test_layers_are_quantized_read_fused_compiled_and_dequantized():
     want, got = pair(mlp(rng))
     rows = normal(rng, 5, 96)
     assert len(layers(got)) == 3
-    assert torch.equal(got(rows), want(rows))
-    assert torch.equal(got(rows), want(rows))  # by launches that are known now
+    unfused = want(rows)
+    assert torch.equal(got(rows), unfused)
+    assert torch.equal(got(rows), unfused)  # by launches that are known now
     assert torch.equal(got.up_proj.weight, want.up_proj.weight)
     assert got.up_proj.explain(rows).chosen == want.up_proj.explain(rows).chosen
-    assert torch.equal(torch.compile(got, fullgraph=True)(rows), want(rows))
+    compiled = (torch.compile(model, fullgraph=True)(rows) for model in (want, got))
+    assert torch.equal(*compiled)  # torch may compile another curve than it runs
     assert list(fuse_(got).fused) == list(fuse_(want).fused) == [""]
     assert torch.equal(got(rows), want(rows))
     state = got.state_dict()
     assert state["up_proj.weight"].shape == (64, 3, 32)
     other = pair(mlp(rng))[1]
     other.load_state_dict(state)
-    assert torch.equal(other(rows), want(rows))
+    assert torch.equal(other(rows), unfused)  # the curve of a fused gate is the op's, not torch's
     for model in (want, got):
         dequantize_(model)
     assert torch.equal(got(rows), want(rows))
