@@ -15,7 +15,7 @@ bytes: scale and 128 + offset of row r, then those of row r + 8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -89,13 +89,13 @@ def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array
     return np.concatenate([codes, groups.reshape(units, blocks, num_bytes - LEVELS)], axis=2)
 
 
-def fits(axis: str, sizes: Sequence[int]) -> bool:
+def fits(axis: str, sizes: Sequence[int], units: Mapping[str, int] = UNITS) -> bool:
     """Return whether `cut` gives consecutive parts of these lengths, which add up to the whole axis."""
     begins = accumulate((0, *sizes))
-    return all(begin % UNITS[axis] == 0 for begin, size in zip(begins, sizes, strict=False) if size)
+    return all(begin % units[axis] == 0 for begin, size in zip(begins, sizes, strict=False) if size)
 
 
-def cut(weight: Any, axis: Literal["n", "k"], start: int, stop: int) -> Any:
+def cut(weight: Any, axis: Literal["n", "k"], start: int, stop: int, units: Mapping[str, int] = UNITS) -> Any:
     """Return rows, or elements of K, of a packed weight: a view of an array or tensor.
 
     Parameters
@@ -105,13 +105,15 @@ def cut(weight: Any, axis: Literal["n", "k"], start: int, stop: int) -> Any:
     start, stop : int
         In rows or elements. Those of a part that is not empty are multiples of 16 rows or 128 elements; `stop` may also
         be the end of the weight, which its bytes do not tell, behind the last such multiple.
+    units : mapping of str to int
+        What is cut only as a whole, by axis, for weights in other units than packed ones.
 
     Raises
     ------
     InvalidProblem
         For other ends.
     """
-    unit, count = UNITS[axis], weight.shape["nk".index(axis)]
+    unit, count = units[axis], weight.shape["nk".index(axis)]
     last = unit * (count - 1)
     if not 0 <= start <= stop <= unit * count or (start < stop and (start % unit or (stop % unit and stop < last))):
         rule = f"be within the weight and begin and end at multiples of {unit}, or at its end"

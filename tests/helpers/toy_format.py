@@ -11,7 +11,6 @@ from torch import Tensor
 from skuda.registry.elements import ElementKind
 from skuda.torch.formats import FORMATS, ConfigFields, StoredWeight, Tensors, WeightFormat, register_format
 from skuda.torch.formats.int8 import channel_scales, quantized_weight, tensor_fields
-from skuda.torch.formats.weight import STORED
 
 RUN = 32
 
@@ -52,6 +51,7 @@ class Backwards(WeightFormat):
     element = ElementKind.S8
     units: ClassVar[dict[str, int]] = {"n": 1, "k": RUN}
     even = RUN
+    files = (StoredBackwards,)
 
     @classmethod
     def of(cls, codes: Tensor, n: int, k: int | None) -> Backwards | None:
@@ -87,7 +87,6 @@ class Backwards(WeightFormat):
 
 def added():
     """Add the format while a `with` block, or a fixture, runs."""
-    register_format(Backwards, StoredBackwards)
+    register_format(Backwards)
     yield Backwards
     del FORMATS[Backwards.name]
-    STORED.remove(StoredBackwards)

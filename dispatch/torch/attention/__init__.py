@@ -7,7 +7,6 @@ from skuda.torch.attention.kv_cache import Int8Cache
 from skuda.torch.attention.rope_attention import forms
 from skuda.torch.fuse.fuse import ATTENTION_FORMS
 
-if forms not in ATTENTION_FORMS:
-    ATTENTION_FORMS.append(forms)
+ATTENTION_FORMS["skuda"] = forms
 
 __all__ = ["Int8Cache", "attention", "mask_of_call"]

@@ -362,9 +362,9 @@ class ShardedLinear(Int8Linear):
         """Return the arguments of this rank's product, for `explain`."""
         codes = torch.empty(*input.shape[:-1], self.width, dtype=torch.int8, device="meta")
         if self.axis == "k":
-            return (codes, self.operand), self._of_sums
+            return (codes, self._held("weight")), self._of_sums
         rows = torch.empty(codes.shape[:-1] if self.dynamic else (1,), device="meta")
-        tensors = codes, self.operand, rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
+        tensors = codes, self._held("weight"), rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
         scope = "token" if self.dynamic else "tensor"
         return tensors, {"output_element": str(element_of(self.output_dtype or input.dtype)), "act_scale_scope": scope}
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from skuda.kernels.linear import packed
-from skuda.kernels.linear.packed import BLOCK, GROUP_SIZES, LEVELS, ROWS
+from skuda.kernels.linear.packed import BLOCK, GROUP_SIZES, LEVELS
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.formats.grouped import Int4Format, int4_tensors, unpacked_int4
 from skuda.torch.formats.int8 import channel_scales, tensor_fields
 from skuda.torch.formats.levels import check_group_size, from_grouped, int4_weight
 from skuda.torch.formats.reading import ConfigFields, Tensors
-from skuda.torch.formats.weight import Axis, CodedWeight, StoredWeight, WeightFormat, register_format
+from skuda.torch.formats.weight import CodedWeight, StoredWeight, WeightFormat, register_format
 
 PACKED = "skuda-int4"
 """The format of files with packed weights."""
@@ -74,8 +74,9 @@ class Int4(WeightFormat):
     name = "int4"
     dtype = torch.uint8
     element = ElementKind.S4
-    units: ClassVar[Mapping[Axis, int]] = {"n": ROWS, "k": BLOCK}
+    units = packed.UNITS
     even = BLOCK
+    files = (StoredPacked, Int4Format)
 
     @classmethod
     def of(cls, codes: Tensor, n: int, k: int | None) -> Int4 | None:
@@ -171,4 +172,4 @@ def warn_per_row(names: Collection[str], *, stacklevel: int) -> None:
 
 
 _OF_SIZES = {size: Int4(size) for size in GROUP_SIZES}
-register_format(Int4, StoredPacked, Int4Format)
+register_format(Int4)

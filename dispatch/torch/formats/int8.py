@@ -110,6 +110,7 @@ class Int8(WeightFormat):
     name = "int8"
     dtype = torch.int8
     element = ElementKind.S8
+    files = (StoredInt8,)
 
     @classmethod
     def of(cls, codes: Tensor, n: int, k: int | None) -> Int8 | None:
@@ -159,4 +160,4 @@ class Int8(WeightFormat):
 INT8 = Int8()
 TO_INT8 = Quantizer(INT8)
 """Quantizes weights to 8 bits."""
-register_format(Int8, StoredInt8)
+register_format(Int8)

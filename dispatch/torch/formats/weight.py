@@ -9,14 +9,14 @@ output channel, (N, 1). A code stands for an integer of 8 bits, and the weight i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
+from skuda.kernels.linear import packed
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
@@ -124,10 +124,12 @@ class WeightFormat(ABC):
     """Dtype of the codes."""
     element: ClassVar[ElementKind]
     """``weight_element`` of the ops for what `operand` returns."""
-    units: ClassVar[Mapping[Axis, int]] = MappingProxyType({"n": 1, "k": 1})
+    units: ClassVar[Mapping[str, int]] = MappingProxyType({"n": 1, "k": 1})
     """How many output channels, and elements of K, can only be cut together."""
     even: ClassVar[int] = 1
     """What the lengths of parts are multiples of, along both axes, where nobody chooses them."""
+    files: ClassVar[tuple[type[StoredWeight], ...]]
+    """The ways in which files hold such weights."""
     group_size: int | None = None
     """Elements of K with one scale of their own, for formats that have groups."""
 
@@ -202,18 +204,11 @@ class WeightFormat(ABC):
         InvalidProblem
             For ends that are within a unit, or outside.
         """
-        at, (unit, count) = "nk".index(axis), (self.units[axis], codes.shape["nk".index(axis)])
-        last = unit * (count - 1)
-        if not 0 <= start <= stop <= unit * count or (start < stop and (start % unit or (stop % unit and stop < last))):
-            rule = f"be within the weight and begin and end at multiples of {unit}, or at its end"
-            raise InvalidProblem("cut", axis, f"{start} to {stop}", rule)
-        first = start // unit
-        return codes.narrow(at, first, (-(-stop // unit) if start < stop else first) - first)
+        return cast("Tensor", packed.cut(codes, axis, start, stop, self.units))
 
     def fits(self, axis: Axis, sizes: Sequence[int]) -> bool:
         """Return whether `cut` gives consecutive parts of these lengths, which add up to the whole axis."""
-        begins = accumulate((0, *sizes))
-        return all(begin % self.units[axis] == 0 for begin, size in zip(begins, sizes, strict=False) if size)
+        return packed.fits(axis, sizes, self.units)
 
     def lengths(self, axis: Axis, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the lengths of parts of the codes for lengths in output channels or elements of K."""
@@ -245,21 +240,26 @@ class WeightFormat(ABC):
 
 FORMATS: dict[str, type[WeightFormat]] = {}
 """The formats by name. `register_format` adds one."""
-STORED: list[type[StoredWeight]] = []
-"""The ways in which files hold weights. The first that knows a config's fields takes them."""
 
 
-def register_format(kind: type[WeightFormat], *stored: type[StoredWeight]) -> None:
-    """Add a format, and the ways in which files hold its weights.
+def register_format(kind: type[WeightFormat]) -> None:
+    """Add a format.
 
     Raises
     ------
     InvalidProblem
         If there is another format of this name.
     """
-    if FORMATS.setdefault(kind.name, kind) is not kind:
+    known = FORMATS.get(kind.name, kind)  # that of an import which was interrupted afterwards has the same name
+    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
         raise InvalidProblem("register_format", "name", shown(kind.name), "be new")
-    STORED.extend(each for each in stored if each not in STORED)
+    FORMATS[kind.name] = kind
+
+
+def stored_weights() -> Iterator[type[StoredWeight]]:
+    """Yield the ways in which files hold weights. The first that knows a config's fields takes them."""
+    for kind in FORMATS.values():
+        yield from kind.files
 
 
 def format_of(subject: str, codes: Tensor, n: int, k: int | None) -> WeightFormat:

@@ -121,7 +121,7 @@ def fuse_(model: nn.Module) -> Fusion:
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     missed: dict[str, str] = {}
-    forms = {name: become for read in ATTENTION_FORMS for name, become in read(model).items()}
+    forms = {name: become for read in ATTENTION_FORMS.values() for name, become in read(model).items()}
     held = Counter(id(child) for module in model.modules() for _, child in module.named_children())
     for fits, fuse in _RULES:
         for name, module in list(model.named_modules()):
@@ -147,8 +147,8 @@ def fuse_(model: nn.Module) -> Fusion:
 
 AttentionForms = dict[str, Callable[[nn.Module], str]]
 """Functions that change fused attentions further, and say how, by the name of the module."""
-ATTENTION_FORMS: list[Callable[[nn.Module], AttentionForms]] = []
-"""What reads the attentions of a model before they are fused."""
+ATTENTION_FORMS: dict[str, Callable[[nn.Module], AttentionForms]] = {}
+"""What reads the attentions of a model before they are fused, by the name of the implementation."""
 
 
 def _turn(

@@ -39,4 +39,4 @@ def describe_saving(model: nn.Module, int8: bool) -> None:  # noqa: FBT001  as a
         describe_(model)
 
 
-CHANGED += [tell for tell in (describe_saving, adopt_adapters) if tell not in CHANGED]
+CHANGED.update(transformers=describe_saving, peft=adopt_adapters)

@@ -25,7 +25,7 @@ from skuda.registry.text import shown
 from skuda.torch.formats.int4 import StoredPacked
 from skuda.torch.formats.int8 import StoredInt8, tensor_fields
 from skuda.torch.formats.reading import ConfigFields
-from skuda.torch.formats.weight import STORED, StoredWeight
+from skuda.torch.formats.weight import StoredWeight, stored_weights
 from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.linear.joined import Part, int8_layers, is_joined
 from skuda.torch.models.replaceable_layers import hooked, is_conv1d, is_linear, linears, original_of, other_matrices
@@ -365,7 +365,7 @@ class Scheme:
         """
         read = ConfigFields(source, "quantization_config", fields)
         own = read.one_of("quant_method", [METHOD, OWN_METHOD]) == OWN_METHOD
-        kinds = [kind for kind in STORED if own or not kind.own]
+        kinds = [kind for kind in stored_weights() if own or not kind.own]
         formats = list(dict.fromkeys(name for kind in kinds for name in kind.file_formats))
         given = read.one_of("format", formats)
         read.one_of("quantization_status", ["compressed"], default="compressed")
@@ -388,7 +388,7 @@ def _group_of(read: ConfigFields, formats: list[str], default: str) -> SchemeGro
     """Read a group. Its format is one of `formats`, by default that of all groups."""
     file_format = read.one_of("format", [*formats, None], default=None) or default
     weights = ConfigFields(read.source, f"{read.place}.weights", read.take("weights"))
-    stored = next(filter(None, (kind.parse(weights, file_format) for kind in STORED)), None)
+    stored = next(filter(None, (kind.parse(weights, file_format) for kind in stored_weights())), None)
     if stored is None:
         read.refuse("weights", shown(weights.fields), f"be weights of the format {file_format}")
     inputs = ConfigFields(read.source, f"{read.place}.input_activations", read.take("input_activations"))

@@ -314,7 +314,7 @@ class DynamicLinear(Int8Linear):
     def _arguments(self, input: Tensor) -> Arguments:
         held = self._held
         tensors = input, held("weight"), held("weight_scale"), None, held("bias")
-        return self.operands(tensors), {} if self.nonfinite is None else {"nonfinite": self.nonfinite}
+        return tensors, {} if self.nonfinite is None else {"nonfinite": self.nonfinite}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
@@ -335,7 +335,8 @@ class DynamicLinear(Int8Linear):
             return frozen_linear(input, *held, nonfinite=self.nonfinite)
         # A cast input has a key of its own: the launch compares the tensors that the next call gives.
         key = key if input is given else (key, input.dtype)
-        found: Tensor = run_module(self.op, key, *self._arguments(input))
+        tensors, fields = self._arguments(input)
+        found: Tensor = run_module(self.op, key, self.operands(tensors), fields)
         return found
 
 

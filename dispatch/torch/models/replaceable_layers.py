@@ -276,13 +276,13 @@ class ReplacementChecks:
         return f"its weight is also that of {others[0] or 'the model'}: choose it with filter_fn" if others else None
 
 
-CHANGED: list[Callable[[nn.Module, bool], object]] = []
-"""What is called when layers of a model have become others: with the model, and whether they are int8 layers now."""
+CHANGED: dict[str, Callable[[nn.Module, bool], object]] = {}
+"""What is called when layers of a model have become others, by package: with the model, and whether they are int8."""
 
 
 def changed(model: nn.Module, *, int8: bool) -> None:
     """Tell those in `CHANGED` that layers of a model have become others."""
-    for tell in CHANGED:
+    for tell in CHANGED.values():
         tell(model, int8)
 
 
