@@ -156,6 +156,10 @@ class ExactHead(DynamicLinear):
     stored_as = DynamicLinear
     """The class of the layer without what makes it exact, which checkpoints describe."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.of(self)  # a pickle of version 0.1 has no activation
+
     @classmethod
     def of(cls, layer: Int8Linear) -> Self:
         """Make a layer a head. Return it."""

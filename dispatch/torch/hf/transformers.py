@@ -397,7 +397,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                 continue
             layer.weight_scale = layer.weight_scale.reshape(-1, 1).expand(layer.out_features, 1).contiguous()
             # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
-            layer.hold(**{each.name: layer._buffers[each.name] for each in layer.activation.buffers})  # noqa: SLF001
+            layer.hold(**{each: layer._buffers[each] for each in layer.activation.buffers})  # noqa: SLF001
             check_values("from_pretrained", name, layer)
         scheme = self.quantization_config.scheme
         assert scheme is not None

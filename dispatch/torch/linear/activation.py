@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -33,26 +33,8 @@ Held = Callable[[str], Any]
 """Returns a buffer of a layer by its name."""
 
 
-class Buffer(NamedTuple):
-    """A buffer that an activation needs beside the weight: a scalar or, if it is `of_k`, a vector of shape (K,)."""
-
-    name: str
-    integer: bool = False
-    of_k: bool = False
-
-    def checked(self, subject: str, given: Tensor | None, k: int) -> Tensor | None:
-        """Return a tensor as a layer holds it; errors as `checked_vector`."""
-        return checked_vector(subject, self.name, given, (k if self.of_k else 1,), integer=self.integer)
-
-
-INPUT_SCALE, OUTPUT_SCALE = Buffer("input_scale"), Buffer("output_scale")
-INPUT_ZERO_POINT, SMOOTH = Buffer("input_zero_point", integer=True), Buffer("smooth", of_k=True)
-
-
-def checked_vector(
-    subject: str, name: str, given: Tensor | None, shape: tuple[int, ...], *, integer: bool = False
-) -> Tensor | None:
-    """Return a vector of scales or biases in a shape, or an integer as s32.
+def checked_vector(subject: str, name: str, given: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return a vector of scales or biases in a shape, or a zero point as s32.
 
     Raises
     ------
@@ -62,6 +44,7 @@ def checked_vector(
     if given is None:
         return None
     check_tensors(subject, **{name: given})
+    integer = name == "input_zero_point"
     fits = given.is_floating_point() is not integer and given.dtype is not torch.float64
     if not fits or given.numel() != torch.Size(shape).numel():
         kind = "an integer" if integer else "float32, bfloat16 or float16"
@@ -104,8 +87,10 @@ class ActivationQuant(ABC):
     """Whether each row gets a scale at run time."""
     takes: ClassVar[torch.dtype | None] = None
     """Dtype of the input, if that is codes already."""
-    buffers: ClassVar[tuple[Buffer, ...]] = ()
-    """What the layer holds for it. Some may be None."""
+    codes: ClassVar[Mapping[str, Any]] = CODES
+    """Fields of the ops that write its symmetric codes."""
+    buffers: ClassVar[tuple[str, ...]] = ()
+    """Names of what the layer holds for it: `smooth` of shape (K,), and scalars. Some may be None."""
     zero: ClassVar[bool] = False
     """Whether the layer also has the buffer `zero`, s32 of shape (1,), a zero point of 0 that is in no checkpoint."""
     scheme: ClassVar[str | None] = None
@@ -172,7 +157,7 @@ class ActivationQuant(ABC):
             maxima = self.maxima(rows)
         ops = torch.ops.skuda
         made = ops.dynamic_range if maxima is None else ops.amax_quantize
-        codes, scale, *_ = made.default(*(rows,) if maxima is None else (rows, maxima), **CODES)
+        codes, scale, *_ = made.default(*(rows,) if maxima is None else (rows, maxima), **self.codes)
         return codes, scale
 
 
@@ -185,9 +170,9 @@ class PerRow(ActivationQuant):
     scheme = "dynamic"
 
     @property
-    def buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]
+    def buffers(self) -> tuple[str, ...]:  # type: ignore[override]
         """The divisors, if there are some."""
-        return (SMOOTH,) if self.smoothed else ()
+        return ("smooth",) if self.smoothed else ()
 
     def known(self, key: Hashable, input: Tensor, held: Held) -> Tensor | None:
         """Run the launch of the op, unless the rows must be divided first."""
@@ -233,7 +218,7 @@ class Static(ActivationQuant):
 
     op = "scaled_linear"
     zero = True
-    buffers = (INPUT_SCALE, SMOOTH, INPUT_ZERO_POINT)
+    buffers = ("input_scale", "smooth", "input_zero_point")
 
     @classmethod
     def of(cls, held: Mapping[str, Tensor | None], **fields: Any) -> Self:
@@ -262,7 +247,7 @@ class Static(ActivationQuant):
         key, tensors = self._key(input), (input, scale, self._zero(held))
         found: Tensor | None = launched(key, *tensors)
         if found is None:
-            found = run_module("quantize_per_tensor", key, tensors, {**CODES, "q_min": -Q_MAX - self.shifted})
+            found = run_module("quantize_per_tensor", key, tensors, {**self.codes, "q_min": -Q_MAX - self.shifted})
         assert found is not None
         return found
 
@@ -309,7 +294,7 @@ class GivenCodes(ActivationQuant):
 
     op = "scaled_linear"
     takes = torch.int8
-    buffers = (INPUT_SCALE, OUTPUT_SCALE)
+    buffers = ("input_scale", "output_scale")
     zero = True
 
     def tensors(self, rows: Tensor, held: Held) -> Tensors:

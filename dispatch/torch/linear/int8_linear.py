@@ -78,7 +78,7 @@ class Int8Linear(CodedLayer):
     sizes: tuple[int, ...] = ()
     original: str = "Linear"
     """The class of the layer in floating point: ``Linear``, or ``Conv1D`` of transformers."""
-    kind: ClassVar[type[ActivationQuant]] = PerRow
+    _kind: ClassVar[type[ActivationQuant]] = PerRow
     """The class of the activation."""
 
     def __init__(
@@ -128,11 +128,12 @@ class Int8Linear(CodedLayer):
         InvalidProblem
             For a tensor of another shape or dtype, or that it does not need.
         """
-        name, known = type(self).__name__, {each.name for each in self.activation.buffers}
+        subject, known = type(self).__name__, self.activation.buffers
         for other in buffers.keys() - known:
-            raise InvalidProblem(name, other, "a tensor", f"be left out: the layer holds {', '.join(known) or 'none'}")
-        for each in self.activation.buffers:
-            self.register_buffer(each.name, each.checked(name, buffers.get(each.name), self.in_features))
+            raise InvalidProblem(subject, other, "a tensor", f"be one of {', '.join(known) or 'none'}, or left out")
+        for name in known:
+            shape = (self.in_features if name == "smooth" else 1,)
+            self.register_buffer(name, checked_vector(subject, name, buffers.get(name), shape))
         if self.activation.zero:
             self._hold_zero()
 
@@ -146,7 +147,7 @@ class Int8Linear(CodedLayer):
         if "format" not in state and codes is not None and scale is not None:
             self.format = format_of(type(self).__name__, codes, scale.numel(), self.width)
         if "activation" not in state:
-            self.act(self.kind.of(held, **old))
+            self.act(self._kind.of(held, **old))
 
     @property
     def nonfinite(self) -> str | None:
@@ -465,7 +466,7 @@ class StaticLinear(Int8Linear):
         For a tensor of another shape or dtype.
     """
 
-    kind = Static
+    _kind = Static
     input_scale: Tensor
     input_zero_point: Tensor | None
     smooth: Tensor | None
@@ -519,7 +520,7 @@ class CodesLinear(Int8Linear):
         For a tensor of another shape or dtype.
     """
 
-    kind = GivenCodes
+    _kind = GivenCodes
     input_scale: Tensor
     output_scale: Tensor | None
     zero: Tensor

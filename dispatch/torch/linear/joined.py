@@ -91,7 +91,7 @@ class JoinedLinear(DynamicLinear):
 
     @classmethod
     def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
-        """Join layers that do likewise with NaN, whose buffers have equal dtypes and devices.
+        """Join layers with one activation, whose buffers have equal dtypes and devices.
 
         A weight before another has whole units of its format.
         """
@@ -102,7 +102,7 @@ class JoinedLinear(DynamicLinear):
         bias = None if layers[0].bias is None else torch.cat([each for each in biases if each is not None])
         joined = cls(weight, scale, bias, sizes=sizes, **same)
         joined.train(layers[0].training)
-        layers[0].like(joined)
+        joined.act(layers[0].activation)
         return joined
 
 
