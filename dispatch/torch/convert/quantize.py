@@ -13,9 +13,9 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
 from skuda.torch.formats import INT8, Quantizer, quantizer
 from skuda.torch.formats.int4 import per_row_text
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear
+from skuda.torch.linear.activation import Nonfinite, check_nonfinite
+from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, kind_of, propagating
 from skuda.torch.linear.joined import Part, int8_layers
-from skuda.torch.linear.nonfinite import Nonfinite, check_nonfinite, kind_of, propagating
 from skuda.torch.models.replaceable_layers import (
     ALREADY,
     NOT_SELECTED,

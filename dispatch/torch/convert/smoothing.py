@@ -6,7 +6,6 @@ The arithmetic has the bits of `skuda.tools.smoothquant`, which documents the pr
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -20,16 +19,13 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.convert.calibration import Calibration
 from skuda.torch.formats import Quantizer, quantizer
-from skuda.torch.formats.int8 import Q_MAX
-from skuda.torch.linear.int8_linear import DynamicLinear, SmoothedLinear, StaticLinear
-from skuda.torch.linear.nonfinite import Nonfinite, check_nonfinite, propagating
+from skuda.torch.formats.int8 import CODES
+from skuda.torch.linear.activation import Nonfinite, check_nonfinite
+from skuda.torch.linear.int8_linear import Int8Linear, layer_of, propagating
 from skuda.torch.models.replaceable_layers import hooked
 
 ALPHAS = tuple(i / 20 for i in range(21))
 """The strengths that a search tries."""
-
-Smoothed = DynamicLinear | SmoothedLinear | StaticLinear
-"""What the configs make."""
 
 _MOST_CHANNELS = 4096
 """Number of output channels whose exact product in f64 is in memory at a time."""
@@ -44,6 +40,8 @@ class _Smooth:
     weights: str = "int8"
     group_size: int = 128
 
+    _static = False
+
     def __post_init__(self) -> None:
         subject = type(self).__name__
         _check(subject, self.calibration, self.alpha, self.fold)
@@ -55,7 +53,7 @@ class _Smooth:
         """What quantizes weights."""
         return quantizer(type(self).__name__, self.weights, self.group_size)
 
-    def convert(self, name: str, linear: nn.Linear) -> Smoothed:
+    def convert(self, name: str, linear: nn.Linear) -> Int8Linear:
         """Return the int8 form of one layer, which divides its own input.
 
         Raises
@@ -87,11 +85,11 @@ class _Smooth:
                     not_folded[norm] = reason or "no smoothing has the least error"
         return _Smoothing(self, shared, norms, not_folded)
 
-    def _converted(self, name: str, linear: nn.Linear, smooth: Tensor | None) -> Smoothed:
+    def _converted(self, name: str, linear: nn.Linear, smooth: Tensor | None) -> Int8Linear:
         made = self._made(linear.weight, linear.bias, self._maxima(name, linear), smooth)
         return propagating(made) if self.nonfinite == "propagate" else made
 
-    def _made(self, weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: Tensor | None) -> Smoothed:
+    def _made(self, weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: Tensor | None) -> Int8Linear:
         """Quantize a layer whose inputs have these largest magnitudes."""
         weight, dtype = weight.detach(), weight.dtype
         if smooth is not None:
@@ -100,16 +98,9 @@ class _Smooth:
             maxima, weight = torch.ops.skuda.smooth(maxima, smooth), weight.float() * smooth
         if not bool(maxima.isfinite().all()):
             raise InvalidProblem(type(self).__name__, "maxima", "an infinity", "be finite after smoothing")
-        tensors = *self._quantized(weight), bias
-        return self._layer(*tensors, maxima=maxima, smooth=smooth, dtype=dtype, in_features=weight.shape[1])
-
-    def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and channel scales of a weight that has taken over factors."""
-        return self.quantizer(weight)
-
-    @abstractmethod
-    def _layer(self, *tensors: Any, maxima: Tensor, smooth: Tensor | None, **given: Any) -> Smoothed:
-        """Return the layer of a quantized weight, its scales and a bias."""
+        tensors = *self.quantizer(weight), bias
+        scale = torch.ops.skuda.dynamic_range(maxima[None], **CODES)[1] if self._static else None
+        return layer_of(*tensors, dtype=dtype, in_features=weight.shape[1], input_scale=scale, smooth=smooth)
 
     def _maxima(self, name: str, linear: nn.Linear) -> Tensor:
         left = self.calibration.left.get(name)
@@ -199,9 +190,7 @@ class SmoothStatic(_Smooth):
         For an argument of the wrong type, or an incomplete calibration.
     """
 
-    def _layer(self, *tensors: Any, maxima: Tensor, smooth: Tensor | None, **given: Any) -> StaticLinear:
-        scale = torch.ops.skuda.dynamic_range(maxima[None], q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")[1]
-        return StaticLinear(*tensors, input_scale=scale, smooth=smooth, **given)
+    _static = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,17 +217,6 @@ class SmoothDynamic(_Smooth):
 
     alpha: float | Literal["search"] | None = "search"
 
-    def _layer(
-        self,
-        *tensors: Any,
-        maxima: Tensor,  # noqa: ARG002  for static scales
-        smooth: Tensor | None,
-        **given: Any,
-    ) -> DynamicLinear | SmoothedLinear:
-        if smooth is None:
-            return DynamicLinear(*tensors, **given)
-        return SmoothedLinear(*tensors, smooth=smooth, **given)
-
 
 class _Smoothing:
     """A config with the layers that share factors.
@@ -258,7 +236,7 @@ class _Smoothing:
     ) -> None:
         self._config, self._shared, self._norms, self.not_folded = config, shared, norms, not_folded
 
-    def convert(self, name: str, linear: nn.Linear) -> Smoothed:
+    def convert(self, name: str, linear: nn.Linear) -> Int8Linear:
         """Return the int8 form of one layer."""
         if name not in self._shared:
             return self._config.convert(name, linear)

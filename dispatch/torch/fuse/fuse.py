@@ -388,8 +388,8 @@ def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear
             raise NotProven(f"{names[0]} and {name} differ in their inputs")
         if layer.format != first.format:
             raise NotProven(f"{names[0]} and {name} differ in the bits or groups of their weights")
-        if layer.nonfinite != first.nonfinite:
-            raise NotProven(f"{names[0]} and {name} differ in what they do with a NaN")
+        if layer.activation != first.activation:
+            raise NotProven(f"{names[0]} and {name} differ in what they do with a NaN, or in their codes of inputs")
         unit = layer.format.units["n"]
         if layer.out_features % unit:
             raise NotProven(f"{name} has {layer.out_features} rows; packed weights are joined in multiples of {unit}")

@@ -8,8 +8,8 @@
   `gelu_mul_quantize`, which round once where torch's modules round several times.
 
 The results have the same bits where gradients are recorded. The gradients are those of the original formulas; see
-`skuda.torch.linear.coded`. The original ``forward`` runs under autocast if there is a norm, if a norm's weight and
-input differ in dtype, if a layer gets an argument by its former name, and as long as `Fused.changes` finds something: a
+`coded_linear`. The original ``forward`` runs under autocast if there is a norm, if a norm's weight and input differ in
+dtype, if a layer gets an argument by its former name, and as long as `Fused.changes` finds something: a
 fused module does not call some of its children, so it would ignore what was done to them.
 """
 
@@ -74,7 +74,7 @@ class Fused(nn.Module):
         return int(getattr(self, self.fused_form.joined).in_features)
 
     def propagate(self) -> None:
-        """Pass on what is not finite; see `skuda.torch.linear.nonfinite`. The layers do so by themselves."""
+        """Pass on what is not finite; see `propagating`. The layers do so by themselves."""
 
     @abstractmethod
     def warm(self, rows: Tensor) -> None:

@@ -196,6 +196,7 @@ class CodedLayer(nn.Module):
 
     format: WeightFormat
     weight_scale: Tensor
+    bias: Tensor | None
     weight_dtype: torch.dtype
     in_features: int
     __prepare_scriptable__ = not_scripted
@@ -204,6 +205,11 @@ class CodedLayer(nn.Module):
     def width(self) -> int:
         """K of the weight."""
         return self.in_features
+
+    @property
+    def group_size(self) -> int | None:
+        """Elements of a group of 4-bit weights, with one scale and offset; 128 for whole rows. None for 8-bit ones."""
+        return self.format.group_size
 
     @property
     @abstractmethod
