@@ -231,10 +231,7 @@ class Static(ActivationQuant):
         if self.smoothed or self.nonfinite is not None:
             return None
         codes = launched(self._key(input), input, held("input_scale"), self._zero(held))
-        if codes is None:
-            return None
-        found: Tensor | None = launched(key, *self.tensors(codes, held))
-        return found
+        return None if codes is None else launched(key, *self.tensors(codes, held))  # type: ignore[no-any-return]
 
     def rows(self, input: Tensor, held: Held) -> Tensor:
         """Return the codes, s8."""

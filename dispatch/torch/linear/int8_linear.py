@@ -154,11 +154,6 @@ class Int8Linear(CodedLayer):
         return self.activation.nonfinite
 
     @property
-    def sharded(self) -> bool:
-        """Whether the layer is a rank's part of a whole layer."""
-        return self.split is not None
-
-    @property
     def whole(self) -> tuple[int, int]:
         """N and K of the whole layer."""
         return (self.out_features, self.in_features) if self.split is None else self.split.whole
@@ -284,24 +279,13 @@ class Int8Linear(CodedLayer):
             found = how.recorded(self, input)
             if found is not None:
                 return found
-        tensors = how.tensors(how.rows(input, self.held), self.held)
-        return how.finished(self.product(how.op, tensors, input.dtype, how.fields), input)
+        key, tensors = (self.family, input.dtype, input.shape), how.tensors(how.rows(input, self.held), self.held)
+        return how.finished(self.product(how.op, key, tensors, how.fields(input.dtype)), input)
 
-    def product(
-        self,
-        op: str,
-        tensors: Tensors,
-        dtype: torch.dtype,
-        fields: Callable[[torch.dtype], Mapping[str, Any]],
-        *told: Hashable,
-    ) -> Tensor:
-        """Call an op with tensors of this layer, for an input of a dtype, which decides the fields.
-
-        `told` is what tells them from the fields of other calls of this layer's family.
-        """
-        key = self.family, dtype, tensors[0].shape, *told
+    def product(self, op: str, key: Hashable, tensors: Tensors, fields: Mapping[str, Any]) -> Tensor:
+        """Call an op with tensors of this layer. The key tells the call from others with other fields or shapes."""
         found: Tensor | None = launched(key, *tensors)
-        found = run_module(op, key, self.operands(tensors), fields(dtype)) if found is None else found
+        found = run_module(op, key, self.operands(tensors), fields) if found is None else found
         assert found is not None
         return found
 

@@ -37,25 +37,18 @@ class Quantized(NamedTuple):
     rows: Tensor | None = None
 
 
-_ROWS = "rows with scales"
-"""Tells these products from others of a layer's family."""
-
-
 def product(linear: Int8Linear, rows: Quantized) -> Tensor:
     """Return the output of a layer, of shape (..., N), for rows that are quantized already."""
     codes, scale, dtype, original = rows
     if original is not None:
         return coded_linear(original, codes, scale, linear.operand, linear.weight_scale.view(-1), linear.bias)
-    key, held = (linear.family, dtype, codes.shape, _ROWS), linear._buffers.get  # noqa: SLF001  attributes are slow in torch
+    key, held = (linear.family, dtype, codes.shape, "rows"), linear._buffers.get  # noqa: SLF001  attributes are slow in torch
     found: Tensor | None = launched(key, codes, held("weight"), scale, None, held("weight_scale"), None, held("bias"))
     if found is not None:
         return found
     tensors = codes, linear.held("weight"), scale, None, linear.held("weight_scale"), None, linear.held("bias")
-    return linear.product("scaled_linear", tensors, dtype, _fields, _ROWS)
-
-
-def _fields(dtype: torch.dtype) -> dict[str, str]:
-    return {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
+    fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
+    return linear.product("scaled_linear", key, tensors, fields)
 
 
 def projected(linear: Int8Linear, input: Tensor | Quantized) -> Tensor:
