@@ -16,6 +16,7 @@ from skuda.dispatch.shard import on_ranks
 from skuda.dispatch.shard.layer import LayerInput
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import ColumnLinear, DynamicLinear, RowLinear, SmoothedLinear, StaticLinear
+from skuda.torch.exact.exact_modules import ExactHead
 from skuda.torch.linear.activation import PER_ROW, ActivationQuant, PerRow, Static
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.ops.dtypes import element_of
@@ -76,6 +77,20 @@ def test_a_new_activation_runs_compiles_splits_and_is_copied():
         layer(x.clone().requires_grad_())
     with pytest.raises(InvalidProblem, match="Int8Linear: smooth must be one of input_scale, or left out"):
         Int8Linear(codes, scale, activation=Coarse(), input_scale=step, smooth=torch.ones(K))
+
+
+@torch.no_grad()
+def test_a_split_head_that_is_loaded_anew_still_has_logits_in_f32():
+    codes, scale, bias = weights(fresh())
+    head, loaded = (DynamicLinear(codes, scale, bias) for _ in range(2))
+
+    def work(group):
+        group = OfTensors(group)
+        parts = ColumnLinear(ExactHead.of(head), group)
+        for each in (parts, parts.like(loaded)):
+            assert each(torch.ones(2, K, dtype=torch.bfloat16)).dtype is torch.float32
+
+    on_ranks(2, work)
 
 
 def test_layers_are_their_activations():

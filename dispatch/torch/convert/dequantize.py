@@ -122,7 +122,7 @@ def _check(name: str, layer: nn.Module) -> None:
     if not name:
         rule = "contain the layer, as nn.Sequential(layer) does"
         raise InvalidProblem("dequantize_", "model", f"a {type(layer).__name__} itself", rule)
-    if isinstance(layer, Int8Linear) and layer.sharded:
+    if isinstance(layer, Int8Linear) and layer.split is not None:
         _refuse(name, layer, "be a whole layer: use skuda.torch.save, and load_ the checkpoint into a whole model")
     if described_as(layer) not in (*WHOLE, Part, *_TRAINED):
         _refuse(name, layer, "be a DynamicLinear or a StaticLinear: what this class computes has no known float form")

@@ -169,7 +169,7 @@ class ShardedLinear(Int8Linear):
                 call += f", input {digest(given.data, given.scale)}"
             self.group.agree(call)
         if scale is None:
-            given = how.shared(given.data, self._held)
+            given = how.shared(given.data, self.held)
         found: Tensor = layer.run(schedule, self._steps(element, hides=len(schedule.chunks) > 1), self.group, given)
         return found if by_rows else found.reshape(*leading, found.shape[-1])
 

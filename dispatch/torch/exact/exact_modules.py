@@ -23,7 +23,7 @@ from skuda.torch.attention.interface import Mask
 from skuda.torch.attention.rope_attention import FusedRopeAttention
 from skuda.torch.formats.int8 import CODES
 from skuda.torch.fuse.fused_modules import Fused, MLPForm, gated_rows
-from skuda.torch.linear.autograd import mixed_linear, recomputed, round_rows, row_codes, valued
+from skuda.torch.linear.autograd import recomputed, round_rows, row_codes, valued
 from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, autocast
 from skuda.torch.ops.registered import linear_dynamic
 from skuda.torch.ops.tensor_op import launched, run_module
@@ -198,13 +198,8 @@ class ExactFakeQuantHead(ExactFakeQuantLinear):
 class ExactMixedHead(MixedLinear):
     """A layer of `Mixed` whose outputs are f32: logits."""
 
+    output_element = "f32"
     stored_as = MixedLinear
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
-        self._check_export()
-        codes = row_codes(self.weight)
-        return mixed_linear(autocast(input), self.weight, self.bias, *codes, output_element="f32")
 
 
 def _half_turned(heads: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class Fused(nn.Module):
         if isinstance(value, (Part, Int8Linear)):
             held = dict(self.fused_held[0])
             kinds = (Part,) if isinstance(held.get(name), Part) else (DynamicLinear, JoinedLinear)
-            if name in held and (type(value) in kinds or getattr(value, "sharded", False)):
+            if name in held and (type(value) in kinds or (isinstance(value, Int8Linear) and value.split)):
                 self.hold(tuple((held | {name: value}).values()))
 
     def _unhooked(self) -> bool:
@@ -163,7 +163,7 @@ class Fused(nn.Module):
             For a module that is split over ranks: its layers are no longer those of the original ``forward``.
         """
         self.refuse_inexact(self.changes())
-        if any(getattr(child, "sharded", False) for child in self.children()):
+        if any(isinstance(child, Int8Linear) and child.split is not None for child in self.children()):
             rule = "be as they were when it was fused: it is split over ranks and has no other way to run"
             raise InvalidProblem(type(self).__name__, "children", self.changes(), rule)
         if torch.compiler.is_compiling() or "fused_told" in vars(self):

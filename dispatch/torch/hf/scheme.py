@@ -68,7 +68,7 @@ class ActivationScheme(StrEnum):
 def check_whole(subject: str, model: nn.Module) -> None:
     """Raise for a model with layers of which this process has only a part."""
     for name, module in model.named_modules():
-        if isinstance(module, Int8Linear) and module.sharded:
+        if isinstance(module, Int8Linear) and module.split is not None:
             rule = "be a whole layer: use skuda.torch.save, or save before parallelize_"
             raise InvalidProblem(subject, name, f"a rank's part, {type(module).__name__}", rule)
 

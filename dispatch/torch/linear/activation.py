@@ -174,10 +174,6 @@ class PerRow(ActivationQuant):
         """The divisors, if there are some."""
         return ("smooth",) if self.smoothed else ()
 
-    def known(self, key: Hashable, input: Tensor, held: Held) -> Tensor | None:
-        """Run the launch of the op, unless the rows must be divided first."""
-        return None if self.smoothed else launched(key, *self.tensors(input, held))  # type: ignore[no-any-return]
-
     def rows_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return that of the input or, if it is divided, its compute type."""
         return torch.promote_types(dtype, torch.float32) if self.smoothed else dtype
@@ -235,10 +231,7 @@ class Static(ActivationQuant):
         if self.smoothed or self.nonfinite is not None:
             return None
         codes = launched(self._key(input), input, held("input_scale"), self._zero(held))
-        if codes is None:
-            return None
-        found: Tensor | None = launched(key, *self.tensors(codes, held))
-        return found
+        return None if codes is None else launched(key, *self.tensors(codes, held))  # type: ignore[no-any-return]
 
     def rows(self, input: Tensor, held: Held) -> Tensor:
         """Return the codes, s8."""

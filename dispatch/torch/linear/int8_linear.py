@@ -27,7 +27,6 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.formats import TO_INT8, Quantizer, format_of
 from skuda.torch.linear.activation import (
-    PER_ROW,
     ActivationQuant,
     GivenCodes,
     PerRow,
@@ -59,7 +58,7 @@ class Int8Linear(CodedLayer):
     in_features : int, optional
         K, for codes whose shape does not tell it, as packed ones.
     activation : ActivationQuant
-        By default each row of the input gets a scale.
+        By default that of the class, with these buffers. That of `DynamicLinear` gives each row of the input a scale.
     split : Split, optional
         Of which whole layer the weight is a rank's part.
     sizes : tuple of int
@@ -89,7 +88,7 @@ class Int8Linear(CodedLayer):
         *,
         dtype: torch.dtype | None = None,
         in_features: int | None = None,
-        activation: ActivationQuant = PER_ROW,
+        activation: ActivationQuant | None = None,
         split: Split | None = None,
         sizes: tuple[int, ...] = (),
         **buffers: Tensor | None,
@@ -107,7 +106,7 @@ class Int8Linear(CodedLayer):
         self.weight_dtype = dtype or (weight_scale if bias is None else bias).dtype
         if split is not None:
             self.split = split
-        self.act(activation)
+        self.act(activation or self._kind.of(buffers))
         self.hold(**buffers)
         if sizes:
             self.sizes = sizes
@@ -153,11 +152,6 @@ class Int8Linear(CodedLayer):
     def nonfinite(self) -> str | None:
         """``propagate`` if a row with a NaN or an infinity makes a row of NaN."""
         return self.activation.nonfinite
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the layer is a rank's part of a whole layer."""
-        return self.split is not None
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -215,34 +209,22 @@ class Int8Linear(CodedLayer):
         _ = self.weight_q
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,  # noqa: FBT001  torch's signature
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load the buffers. A weight that does not hold codes is an error, because rounding would lose it."""
-        error = not_codes(prefix, state_dict, self.format.dtype)
-        if error is not None:
-            error_msgs.append(error)
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+    def _load(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+        """Load the buffers as torch does."""
+        super()._load(state_dict, prefix, *rest)
         if "zero" in self._buffers and self._buffers["zero"].device != self.weight_q.device:  # type: ignore[union-attr]
             self._hold_zero()  # the other buffers were assigned, as for a layer that was made without data
 
-    def _held(self, name: str) -> Any:
+    def held(self, name: str) -> Any:
         """Return a buffer. Reading the attribute is slow in torch. A parametrized buffer is a property."""
         return self._buffers[name] if name in self._buffers else getattr(self, name)
 
     def like(self, whole: Int8Linear) -> Int8Linear:
-        """Return another layer that does likewise with what is not finite."""
-        return whole if self.nonfinite is None else whole.propagating()
+        """Return another layer that does likewise with what is not finite, and has outputs of the same element."""
+        how = self.activation
+        element = whole.activation.output_element if how.takes else how.output_element
+        whole.act(replace(whole.activation, nonfinite=how.nonfinite, output_element=element))
+        return whole
 
     def propagating(self) -> Self:
         """Make a row with a NaN or an infinity a row of NaN. Return the layer."""
@@ -297,24 +279,13 @@ class Int8Linear(CodedLayer):
             found = how.recorded(self, input)
             if found is not None:
                 return found
-        tensors = how.tensors(how.rows(input, self._held), self._held)
-        return how.finished(self.product(how.op, tensors, input.dtype, how.fields), input)
+        key, tensors = (self.family, input.dtype, input.shape), how.tensors(how.rows(input, self.held), self.held)
+        return how.finished(self.product(how.op, key, tensors, how.fields(input.dtype)), input)
 
-    def product(
-        self,
-        op: str,
-        tensors: Tensors,
-        dtype: torch.dtype,
-        fields: Callable[[torch.dtype], Mapping[str, Any]],
-        *told: Hashable,
-    ) -> Tensor:
-        """Call an op with tensors of this layer, for an input of a dtype, which decides the fields.
-
-        `told` is what tells them from the fields of other calls of this layer's family.
-        """
-        key = self.family, dtype, tensors[0].shape, *told
+    def product(self, op: str, key: Hashable, tensors: Tensors, fields: Mapping[str, Any]) -> Tensor:
+        """Call an op with tensors of this layer. The key tells the call from others with other fields or shapes."""
         found: Tensor | None = launched(key, *tensors)
-        found = run_module(op, key, self.operands(tensors), fields(dtype)) if found is None else found
+        found = run_module(op, key, self.operands(tensors), fields) if found is None else found
         assert found is not None
         return found
 
@@ -330,7 +301,7 @@ class Int8Linear(CodedLayer):
         how = self.activation
         dtype = how.rows_dtype(input.dtype)
         rows = input if dtype is input.dtype else torch.empty(input.shape, dtype=dtype, device="meta")
-        tensors = self.operands(how.tensors(rows, self._held))
+        tensors = self.operands(how.tensors(rows, self.held))
         return how.op, dict(zip(OPS[how.op].names, tensors, strict=False)) | how.fields(input.dtype)
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
@@ -371,17 +342,6 @@ class DynamicLinear(Int8Linear):
     The gradient of the input goes through the dequantized weight, for the frozen base of LoRA; see
     `skuda.torch.linear.autograd.frozen_linear`. The codes get no gradient.
     """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        in_features: int | None = None,
-    ) -> None:
-        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, quantize: Quantizer = TO_INT8) -> Self:
@@ -436,8 +396,7 @@ class SmoothedLinear(Int8Linear):
         dtype: torch.dtype | None = None,
         in_features: int | None = None,
     ) -> None:
-        given: Any = {"dtype": dtype, "in_features": in_features, "activation": PerRow(smoothed=True)}
-        super().__init__(weight, weight_scale, bias, **given, smooth=smooth)
+        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features, smooth=smooth)
 
     def take_smooth(self) -> None:
         """Become a `DynamicLinear`, because what makes the input divides it now."""
@@ -485,8 +444,7 @@ class StaticLinear(Int8Linear):
         in_features: int | None = None,
     ) -> None:
         held = {"input_scale": input_scale, "input_zero_point": input_zero_point, "smooth": smooth}
-        given: Any = {"dtype": dtype, "in_features": in_features, "activation": Static.of(held)}
-        super().__init__(weight, weight_scale, bias, **given, **held)
+        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features, **held)
 
     def take_smooth(self) -> None:
         """Divide no more, because what makes the input divides it now."""
@@ -495,7 +453,7 @@ class StaticLinear(Int8Linear):
 
     def codes(self, input: Tensor) -> Tensor:
         """Return the input's codes, s8 of shape (..., K)."""
-        return self.activation.rows(input, self._held)
+        return self.activation.rows(input, self.held)
 
 
 class CodesLinear(Int8Linear):
@@ -637,15 +595,6 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
-
-
-def not_codes(prefix: str, state_dict: Mapping[str, Any], dtype: torch.dtype) -> str | None:
-    """Return why the weight of an int8 layer cannot be loaded, or None."""
-    given = state_dict.get(f"{prefix}weight")
-    if not isinstance(given, Tensor) or given.dtype is dtype:
-        return None
-    own = str(dtype).removeprefix("torch.")
-    return f"{prefix}weight: the checkpoint has {given.dtype}, the module has codes, {own}: load before quantizing."
 
 
 def _is_scale(name: str) -> bool:

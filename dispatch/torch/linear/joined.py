@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.formats import WeightFormat
-from skuda.torch.linear.activation import ActivationQuant
 from skuda.torch.linear.autograd import coded_linear, frozen_linear
 from skuda.torch.linear.dequantized_weight import CodedLayer
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, autocast, not_codes
+from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, autocast
 from skuda.torch.ops.dtypes import element_of
+from skuda.torch.ops.tensor_op import launched
 
 
 class Quantized(NamedTuple):
@@ -43,13 +42,13 @@ def product(linear: Int8Linear, rows: Quantized) -> Tensor:
     codes, scale, dtype, original = rows
     if original is not None:
         return coded_linear(original, codes, scale, linear.operand, linear.weight_scale.view(-1), linear.bias)
-    held = linear._held  # noqa: SLF001  reading the attributes is slow in torch
-    tensors = codes, held("weight"), scale, None, held("weight_scale"), None, held("bias")
-    return linear.product("scaled_linear", tensors, dtype, _fields, "rows with scales")
-
-
-def _fields(dtype: torch.dtype) -> dict[str, str]:
-    return {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
+    key, held = (linear.family, dtype, codes.shape, "rows"), linear._buffers.get  # noqa: SLF001  attributes are slow in torch
+    found: Tensor | None = launched(key, codes, held("weight"), scale, None, held("weight_scale"), None, held("bias"))
+    if found is not None:
+        return found
+    tensors = codes, linear.held("weight"), scale, None, linear.held("weight_scale"), None, linear.held("bias")
+    fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
+    return linear.product("scaled_linear", key, tensors, fields)
 
 
 def projected(linear: Int8Linear, input: Tensor | Quantized) -> Tensor:
@@ -76,19 +75,6 @@ class JoinedLinear(DynamicLinear):
         Output channels of each layer.
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None = None,
-        *,
-        sizes: tuple[int, ...],
-        dtype: torch.dtype | None = None,
-        in_features: int | None = None,
-    ) -> None:
-        given: Any = {"dtype": dtype, "in_features": in_features, "sizes": sizes}
-        Int8Linear.__init__(self, weight, weight_scale, bias, **given)
-
     @classmethod
     def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
         """Join layers with one activation, whose buffers have equal dtypes and devices.
@@ -106,6 +92,10 @@ class JoinedLinear(DynamicLinear):
         return joined
 
 
+def _of_joined(name: str) -> Any:
+    return property(lambda part: getattr(part.joined, name), doc=f"`{name}` of the joined layer.")
+
+
 class Part(CodedLayer):
     """One of the layers of a joined layer, under its old name. Its buffers are views.
 
@@ -119,6 +109,9 @@ class Part(CodedLayer):
         The index of the layer in it.
     """
 
+    format, activation = _of_joined("format"), _of_joined("activation")
+    in_features, weight_dtype = _of_joined("in_features"), _of_joined("weight_dtype")
+
     def __init__(self, joined: Int8Linear, number: int) -> None:
         super().__init__()
         self._joined = (joined,)  # not a child
@@ -131,11 +124,6 @@ class Part(CodedLayer):
         """Return the part of a buffer of the whole layer that is held here."""
         split = self.joined.split
         return whole if split is None else split.cut(name, self.format, whole, (split.parts[self.number],))
-
-    @property
-    def activation(self) -> ActivationQuant:
-        """What makes codes of the input."""
-        return self.joined.activation
 
     @property
     def joined(self) -> Int8Linear:
@@ -153,21 +141,6 @@ class Part(CodedLayer):
     def weight_q(self) -> Tensor:
         """Codes, in the form of `format`."""
         return self.format.cut(self.joined.weight_q, "n", self.start, self.stop)
-
-    @property
-    def format(self) -> WeightFormat:  # type: ignore[override]
-        """The form of the codes."""
-        return self.joined.format
-
-    @property
-    def in_features(self) -> int:  # type: ignore[override]
-        """Columns of `weight`."""
-        return self.joined.in_features
-
-    @property
-    def weight_dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Dtype of `weight`."""
-        return self.joined.weight_dtype
 
     @property
     def weight_scale(self) -> Tensor:
@@ -210,22 +183,9 @@ class Part(CodedLayer):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002, FBT001
         destination.update({prefix + name: view for name, view in self.views().items()})
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Tensor],
-        prefix: str,
-        local_metadata: Any,  # noqa: ARG002  torch's signature
-        strict: bool,  # noqa: FBT001
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         """Copy into the joined buffers, even if torch is asked to assign."""
-        views = self.views()
-        error = not_codes(prefix, state_dict, self.format.dtype)
-        if error is not None:
-            error_msgs.append(error)
-            return
+        views, (_, strict, missing_keys, unexpected_keys, error_msgs) = self.views(), rest
         for name, view in views.items():
             given = state_dict.get(prefix + name)
             if given is None:

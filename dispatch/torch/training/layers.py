@@ -240,10 +240,14 @@ class MixedLinear(_SharedLinear):
         of another width.
     """
 
+    output_element: str | None = None
+    """Element of the output, if it is not that of the input."""
+
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
+        """Return the layer's output for an input of shape (..., K)."""
         self._check_export()
-        return mixed_linear(self._taken(input), self.weight, self.bias, *row_codes(self.weight))
+        given = self._taken(input), self.weight, self.bias, *row_codes(self.weight)
+        return mixed_linear(*given, output_element=self.output_element)
 
     def to_int8(self) -> DynamicLinear:
         """Return the int8 layer. It gives the bits of this layer.
