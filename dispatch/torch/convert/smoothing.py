@@ -72,7 +72,12 @@ class _Smooth:
             not_folded |= self.calibration.not_folded
             for norm, names in self.calibration.norms.items():
                 others = [name for name in names if name not in linears]
-                reason = f"{others[0]} stays as it is" if others else _why_not(model, norm, linears[names[0]])
+                modules = dict(model.named_modules())
+                reason = f"{others[0]} stays as it is" if others else None
+                if not others and norm not in modules:
+                    reason = "there is no such module in this model"
+                elif not others:
+                    reason = not_proportional(modules[norm], linears[names[0]].in_features)
                 try:
                     smooth = None if reason else self._smooth({name: linears[name] for name in names})
                 except SkudaError as error:
@@ -119,8 +124,8 @@ class _Smooth:
         """Return the factors of layers with the same input."""
         if self.alpha is None:
             return None
-        inputs = _largest([self._maxima(name, linear) for name, linear in linears.items()])
-        weights = _largest([_column_maxima(linear.weight) for linear in linears.values()])
+        inputs = largest([self._maxima(name, linear) for name, linear in linears.items()])
+        weights = largest([column_maxima(linear.weight) for linear in linears.values()])
         if not bool(weights.isfinite().all()):
             raise InvalidProblem(type(self).__name__, "weight", "an infinity or NaN", "be finite")
 
@@ -260,10 +265,15 @@ class _Smoothing:
         return folded
 
 
-def _check(subject: str, calibration: object, alpha: object, fold: object) -> None:
+def check_calibration(subject: str, calibration: object) -> None:
+    """Raise `InvalidProblem` for anything but a complete calibration."""
     if not (isinstance(calibration, Calibration) and calibration.complete):
         rule = "be the Calibration of a finished `with calibrate(...)` block"
         raise InvalidProblem(subject, "calibration", shown(calibration), rule)
+
+
+def _check(subject: str, calibration: object, alpha: object, fold: object) -> None:
+    check_calibration(subject, calibration)
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 <= alpha <= 1
     if not (number or alpha is None or (isinstance(alpha, str) and alpha == "search")):
         raise InvalidProblem(subject, "alpha", shown(alpha), 'be a number in 0..1, "search" or None')
@@ -271,13 +281,13 @@ def _check(subject: str, calibration: object, alpha: object, fold: object) -> No
         raise InvalidProblem(subject, "fold", shown(fold), "be True or False")
 
 
-def _column_maxima(weight: Tensor) -> Tensor:
+def column_maxima(weight: Tensor) -> Tensor:
     if not len(weight):
         return weight.new_zeros(weight.shape[1], dtype=torch.float32)
     return weight.detach().abs().amax(0).float()
 
 
-def _largest(vectors: list[Tensor]) -> Tensor:
+def largest(vectors: list[Tensor]) -> Tensor:
     return torch.stack([vector.to(vectors[0].device) for vector in vectors]).amax(0)
 
 
@@ -287,13 +297,9 @@ def _parameters(norm: nn.Module) -> dict[str, Tensor]:
     return {name: own[name].detach() for name in ("weight", "bias") if name in own}
 
 
-def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
-    """Return why dividing a norm's weight and bias does not divide its output, or None."""
-    try:
-        norm = model.get_submodule(name)
-    except AttributeError:
-        return "there is no such module in this model"
-    own, size = _parameters(norm), linear.in_features
+def not_proportional(norm: nn.Module, size: int) -> str | None:
+    """Return why dividing a norm's weight and bias does not divide its output of this size, or None."""
+    own = _parameters(norm)
     if hooked(norm) or nn.utils.parametrize.is_parametrized(norm):
         return "it has hooks or parametrizations"
     if any(tuple(value.shape) != (size,) or value.is_meta for value in own.values()) or "weight" not in own:

@@ -20,10 +20,10 @@ from skuda.registry.value import expect
 from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.ops.tensor_op import check_tensors
 
-_STEPS = 15
+STEPS = 15
 """The largest level."""
 _LOWEST, _HIGHEST = -128, 127
-_WIDEST = (_HIGHEST - _LOWEST) // _STEPS
+_WIDEST = (_HIGHEST - _LOWEST) // STEPS
 """The scale at which the levels span all codes."""
 _WIDEST_SYMMETRIC = _HIGHEST // 7
 """The largest scale with codes of -7 to 7 times it."""
@@ -262,7 +262,7 @@ def _nearest(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Return the levels of which codes are nearest to given ones; all are integers."""
     step = scale.clamp(min=1)
     level = (2 * (codes - offset) + step - 1).div(2 * step, rounding_mode="floor")
-    return torch.minimum(level.clamp(0, _STEPS), (_HIGHEST - offset).div(step, rounding_mode="floor"))
+    return torch.minimum(level.clamp(0, STEPS), (_HIGHEST - offset).div(step, rounding_mode="floor"))
 
 
 def _best(codes: Tensor, low: Tensor, high: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
@@ -281,7 +281,7 @@ def _best(codes: Tensor, low: Tensor, high: Tensor, *, symmetric: bool) -> tuple
     scale, offset = scale[best], offset[best]
     if not symmetric:
         scale, offset = torch.where(low == high, 0, scale), torch.where(low == high, low, offset)
-    few = ((counts > 0).sum(1) <= _STEPS).nonzero()[:, 0]
+    few = ((counts > 0).sum(1) <= STEPS).nonzero()[:, 0]
     divisor = _common_divisor(codes[few] - (0 if symmetric else low[few, None]))
     exact = divisor > (_WIDEST_SYMMETRIC if symmetric else _WIDEST)
     scale[few[exact]], offset[few[exact]] = divisor[exact], low[few[exact]]
@@ -301,20 +301,20 @@ def _candidates(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     reach above all codes and level 0 is too far above the smallest, moving them down is better, if that is an s8.
     """
     span = high - low
-    wide = (span + _STEPS - 1).div(_STEPS, rounding_mode="floor").clamp(min=1)
+    wide = (span + STEPS - 1).div(STEPS, rounding_mode="floor").clamp(min=1)
     # A bound of the error: that of levels from the smallest code to the largest, as near to each other as they can be.
     # With a smaller scale, the smallest and the largest code alone have at least half the square of the excess.
-    start = torch.minimum(low, _HIGHEST - _STEPS * wide)
+    start = torch.minimum(low, _HIGHEST - STEPS * wide)
     rest = (codes - start[:, None]).remainder(wide[:, None])
     rest = torch.minimum(rest, wide[:, None] - rest)
     bound = (rest * rest).sum(1)
     excess = (2 * bound).double().sqrt().ceil().long()
-    first = (span - excess + _STEPS - 1).div(_STEPS, rounding_mode="floor").clamp(min=1)
+    first = (span - excess + STEPS - 1).div(STEPS, rounding_mode="floor").clamp(min=1)
     begin, bottom, bottoms, top = torch.stack([first.min(), low.min(), low.max(), high.max()]).tolist()
     scales, offsets = [], []
     for scale in range(begin, _WIDEST + 1):
         lowest = max(bottom - (scale - 1) // 2, _LOWEST)
-        highest = min(max(max(bottoms, top - _STEPS * scale) + scale // 2, _LOWEST + scale - 1), _HIGHEST)
+        highest = min(max(max(bottoms, top - STEPS * scale) + scale // 2, _LOWEST + scale - 1), _HIGHEST)
         offsets.append(torch.arange(highest, lowest - 1, -1, dtype=torch.int32, device=codes.device))
         scales.append(torch.full_like(offsets[-1], scale))
     return torch.cat(scales), torch.cat(offsets)
