@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -147,6 +147,12 @@ def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> S
 
 
 T = TypeVar("T")
+
+
+def ranked(times: Iterable[tuple[float, T]]) -> tuple[tuple[T, ...], tuple[Choice, ...]]:
+    """Return the tiles of (predicted us, tile), and what they are called, the shortest time first."""
+    by_time = sorted(times, key=lambda pair: pair[0])
+    return tuple(tile for _, tile in by_time), tuple(Choice(str(tile), us) for us, tile in by_time)
 
 
 def choose(tiles: Sequence[T], choices: tuple[Choice, ...], choice: str) -> tuple[T, dict[str, Any]]:

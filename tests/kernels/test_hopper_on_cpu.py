@@ -23,14 +23,14 @@ from skuda.kernels.linear import (
     SmoothQuantLinearDescriptor,
     hopper,
     packed,
-    packed_launch,
-    packed_streamed_launch,
+    packed_direct,
+    packed_streamed,
     streamed,
     warpgroup,
 )
-from skuda.kernels.linear.direct import configurations
 from skuda.kernels.linear.problem import OUTPUTS
-from skuda.kernels.linear.warpgroup_tile import TILES
+from skuda.kernels.linear.streamed import configurations
+from skuda.kernels.linear.warpgroup import TILES
 from skuda.registry import ElementKind
 from skuda.registry.descriptor import Role
 from skuda.registry.device import KNOWN_DEVICES
@@ -163,8 +163,8 @@ def test_kernels_that_read_packed_weights_equal_the_reference(op, shifted, most,
     rng = fresh(op, shifted, most, size)
     problem = a_problem(op, (shifted, False), rng, fewest=most // 2 + 1, most=most)
     problem = problem.model_copy(update={"weight_element": ElementKind.S4, "group_size": size})
-    for variant, rule in (("packed", packed_launch), ("packed_streamed", packed_streamed_launch)):
-        if variant == "packed_streamed" or most <= packed_launch.MOST_TOKENS:
+    for variant, rule in (("packed", packed_direct), ("packed_streamed", packed_streamed)):
+        if variant == "packed_streamed" or most <= packed_direct.MOST_TOKENS:
             names = [choice.name for choice in rule.launch(problem, CARD).choices]
             check(problem, variant, rng, rng.choice(names))
 
