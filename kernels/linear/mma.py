@@ -170,11 +170,7 @@ def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
 
 
 STRATEGY = Strategy(
-    "mma",
-    __name__,
-    ArchSku.SM_80,
-    constraints,
-    "tensor cores of any card since Ampere; every alignment and zero point",
+    "mma", __name__, ArchSku.SM_80, constraints, "tensor cores of any card since Ampere; every alignment and zero point"
 )
 
 

@@ -114,12 +114,11 @@ def _predicted(tile: PackedTile, n: int, k: int, group_size: int, card: tuple[in
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     m, n, k = problem.sizes
-    sm_count = device.sm_count or hopper.H200
-    card = sm_count, hopper.bandwidth(device)
+    card = hopper.card_of(device)
     tile, chosen = parameters.choose(*_ranked(max(1, m), max(1, n), k, problem.group_size, card), choice)
     product = Step(
         entry=f"{problem.op_name()}_packed",
-        grid=tile.grid(m, n, sm_count),
+        grid=tile.grid(m, n, card[0]),
         block=(32 * tile.warps, 1, 1),
         parameters=(
             *parameters.activation_parameters(problem),

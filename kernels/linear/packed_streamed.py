@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from skuda.kernels.launch import Choice, Launch, Step, TensorMap, pointers, s32
+from skuda.kernels.launch import Choice, Launch, Step, pointers, s32
 from skuda.kernels.linear import hopper, parameters
 from skuda.kernels.linear.packed import BLOCK, ROWS, block_bytes
 from skuda.kernels.linear.problem import LinearProblem
@@ -164,20 +164,18 @@ def _ranked(
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     m, n, k = problem.sizes
-    sm_count = device.sm_count or hopper.H200
-    card = sm_count, hopper.bandwidth(device)
+    card = hopper.card_of(device)
     alike = -(-max(1, m) // _ALIKE) * _ALIKE
     tile, chosen = parameters.choose(*_ranked(alike, max(1, n), k, problem.group_size, card), choice)
     zero_points = problem.shifts_activation
     stages, shared = tile.ring(k, problem.group_size, problem.output.bits // 8, zero_points=zero_points)
-    name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     product = Step(
         entry=f"{problem.op_name()}_packed_streamed",
-        grid=tile.grid(m, n, sm_count),
+        grid=tile.grid(m, n, card[0]),
         block=(tile.threads, 1, 1),
         parameters=(
-            TensorMap(name, m, k, tile.tokens, otherwise=otherwise),
-            *(parameters.SCALES if problem.dynamic else parameters.given_scales(problem)),
+            parameters.activation_map(problem, tile.tokens),
+            *parameters.activation_scales(problem),
             *pointers("weight_q"),
             *parameters.epilogue_parameters(problem),
             *s32(tile.units, stages),

@@ -15,6 +15,7 @@ from skuda.kernels.launch import (
     Parameter,
     Pointer,
     Step,
+    TensorMap,
     Which,
     pointers,
     s32,
@@ -36,9 +37,19 @@ _OUTPUTS = tuple(ElementKind(name) for name in ("f32", "f64", "f16", "bf16", "s8
 
 def activation_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
     """Return codes, scales and, where the op does not quantize, zero points, for kernels without tensor maps."""
-    if problem.dynamic:
-        return (*CODES, *SCALES)
-    return (*strided("act_q"), *given_scales(problem))
+    return (*(CODES if problem.dynamic else strided("act_q")), *activation_scales(problem))
+
+
+def activation_map(problem: LinearProblem, box_rows: int, promotion: int = 128) -> TensorMap:
+    """Return the tensor map of the codes."""
+    m, _, k = problem.sizes
+    name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
+    return TensorMap(name, m, k, box_rows, otherwise, promotion)
+
+
+def activation_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
+    """Return the scales and, where the op does not quantize, zero points of an activation."""
+    return SCALES if problem.dynamic else given_scales(problem)
 
 
 def given_scales(problem: LinearProblem) -> tuple[Parameter, ...]:

@@ -457,7 +457,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product; a dynamic activation is quantized before it or within it, whichever is faster."""
     m, n, k = problem.sizes
     zero_points = problem.shifts_activation, problem.has_weight_zero_point
-    card, width = (device.sm_count or hopper.H200, hopper.bandwidth(device)), problem.output.bits // 8
+    card, width = hopper.card_of(device), problem.output.bits // 8
     quantized = quantized_tokens(m, k) if problem.dynamic and m and n else 0
     tile, chosen = parameters.choose(*_ranked((m, n, k), card, width, quantized > 0, zero_points), choice)
     flags = (*tile.flags, *parameters.epilogue_flags(problem))
@@ -473,10 +473,8 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         notes = ("every block quantizes the activation itself: one launch", *_notes(tile))
         flags = (*flags, f"-DQUANTIZED_TOKENS={quantized}", *nonfinite.flags(problem))
         return Launch(steps=(product,), aligned=("activation", "act_q_scratch"), flags=flags, notes=notes, **chosen)
-    name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
-    codes = TensorMap(name, m, k, tile.tokens, otherwise=otherwise)
-    scales = parameters.SCALES if problem.dynamic else parameters.given_scales(problem)
-    product = _product(problem, tile, (codes, weight, *scales))
+    codes = parameters.activation_map(problem, tile.tokens)
+    product = _product(problem, tile, (codes, weight, *parameters.activation_scales(problem)))
     return parameters.launch_product(problem, product, flags=flags, notes=_notes(tile), **chosen)
 
 

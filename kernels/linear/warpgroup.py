@@ -457,7 +457,6 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     ranked = _ranked(alike, max(1, n), k, (sm_count, device.l2_cache), activation, zero_points)
     (tile, tile_flags, shared), chosen = parameters.choose(*ranked, choice)
     schedule = tile.schedule(m, n, k, sm_count)
-    name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     size = (m + n) * k + m * n * problem.output.bits // 8
     # Pairs of lines; rows that do not begin at a pair would fetch bytes of the next box.
     promotion = 256 if k % 256 == 0 else 128
@@ -466,9 +465,9 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         grid=(schedule.clusters * tile.blocks, 1, 1),
         block=(_THREADS, 1, 1),
         parameters=(
-            TensorMap(name, m, k, tile.m // tile.cluster[1], otherwise=otherwise, promotion=promotion),
+            parameters.activation_map(problem, tile.m // tile.cluster[1], promotion),
             TensorMap("weight_q", n, k, tile.n // tile.cluster[0], promotion=promotion),
-            *(parameters.SCALES if problem.dynamic else parameters.given_scales(problem)),
+            *parameters.activation_scales(problem),
             *parameters.epilogue_parameters(problem),
             *s32(schedule.band, schedule.stream_k_tiles, schedule.groups),
             *pointers("partial_sums", ZEROS, "code_sums"),
