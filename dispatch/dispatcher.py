@@ -51,6 +51,8 @@ class Dispatcher:
         selection. The first exception that it raises is logged. Exceptions never stop a selection.
     nvtx : bool or None
         Whether every launch is an NVTX range. None means the value of ``SKUDA_NVTX``.
+    launches : LaunchCache or None
+        Where the launches of the latest calls are kept. None means a cache of its own.
 
     Raises
     ------
@@ -70,14 +72,16 @@ class Dispatcher:
         tuning: Tuning | str | os.PathLike[str] | None = None,
         on_selection: Observer | None = None,
         nvtx: bool | None = None,
+        launches: LaunchCache | None = None,
     ) -> None:
         _expect("registry", registry, Registry | None, "be a Registry, or None for the installed ops and kernels")
         _expect("on_selection", on_selection, Callable | None, "be a function of a Selection, or None")
         _expect("nvtx", nvtx, bool | None, "be True, False or None")
+        _expect("launches", launches, LaunchCache | None, "be a LaunchCache, or None for one of its own")
         given = None if backends is None else _backends_of(backends)
         self._runtime = Runtime.found(registry, given)
         self._tuned = _tuned_by(tuning_file() if tuning is None else tuning, self._runtime)
-        self._launches = LaunchCache()
+        self._launches = LaunchCache() if launches is None else launches
         log = log_selection if logger_of("dispatch") is not None else None
         observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
         ranges = Ranges() if (nvtx_enabled() if nvtx is None else nvtx) else None
@@ -234,12 +238,10 @@ class Dispatcher:
             problem, preference, device = _checked(self._runtime, problem, preference, device)
         return self._plan(problem, preference or NO_PREFERENCE, device).first_run(asked, arrays, stream)
 
-    def first_run(
-        self, key: Hashable, problem: Descriptor, arrays: Mapping[str, Any], positions: PositionalCall | None
-    ) -> Any:
+    def first_run(self, key: Hashable, problem: Descriptor, arrays: Mapping[str, Any], at: PositionalCall) -> Any:
         """Run a call of an op of torch that no known launch serves; see `Plan.first_run`."""
         plan = self._plan(problem, NO_PREFERENCE, self._runtime.device_of(problem.op_name(), arrays))
-        return plan.first_run(key, arrays, None, positions)
+        return plan.first_run(key, arrays, None, at)
 
     def explain(
         self, problem: Descriptor, preference: PlanPreference | None = NO_PREFERENCE, device: Device | str | None = None

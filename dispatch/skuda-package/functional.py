@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
+from skuda.dispatch.launch_cache import LaunchCache
 from skuda.dispatch.system.locks import lock
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
     from inspect import Signature
 
     from skuda.dispatch.dispatcher import Dispatcher
-    from skuda.dispatch.launch_cache import CachedLaunch
     from skuda.dispatch.select.fields import Fields
     from skuda.registry.op import Op
 
-LAUNCHES: dict[Hashable, tuple[CachedLaunch, ...]] = {}
-"""The launches of the default dispatcher, by key; see `skuda.dispatch.launch_cache`."""
+LAUNCHES = LaunchCache()
+"""The launches of the default dispatcher. An op of torch asks here before there is one."""
 
 _lock = lock()
 _default: list[Dispatcher] = []
@@ -34,9 +33,7 @@ def default_dispatcher() -> Dispatcher:
             if not _default:
                 from skuda.dispatch.dispatcher import Dispatcher
 
-                made = Dispatcher()
-                made._launches.of = LAUNCHES  # noqa: SLF001
-                _default.append(made)
+                _default.append(Dispatcher(launches=LAUNCHES))
     return _default[0]
 
 

@@ -215,7 +215,7 @@ class TensorOp:
 
     def known(self, how: Hashable, arguments: Sequence[Any]) -> Any:
         """Run a known launch, or do nothing and return None."""
-        for launch in LAUNCHES.get(self._key(how, arguments), ()):
+        for launch in LAUNCHES.of.get(self._key(how, arguments), ()):
             found = launch(*arguments)
             if found is not None:
                 return found
@@ -465,7 +465,7 @@ def launched(key: Hashable, *tensors: Tensor | None) -> Any:
     A launch is there after a first `run_module` under this key. It runs only if torch would do nothing else.
     """
     if not _compiles():
-        for launch in LAUNCHES.get(key, ()):
+        for launch in LAUNCHES.of.get(key, ()):
             found = launch(*tensors)
             if found is not None:
                 return found
