@@ -15,6 +15,7 @@ from skuda.torch import moved
 from skuda.torch.certification.certificate import Certificate, certify
 from skuda.torch.convert.calibration import Calibration, calibrate
 from skuda.torch.convert.dequantize import Dequantization, dequantize_
+from skuda.torch.convert.fold import Folding, fold_
 from skuda.torch.convert.preparation import prepare
 from skuda.torch.convert.quantize import Config, Dynamic, Report, quantize_
 from skuda.torch.convert.smoothing import SmoothDynamic, SmoothStatic
@@ -43,6 +44,7 @@ __all__ = [
     "DynamicLinear",
     "FakeQuant",
     "FakeQuantLinear",
+    "Folding",
     "Fusion",
     "Int8Linear",
     "Mixed",
@@ -59,6 +61,7 @@ __all__ = [
     "certify",
     "dequantize_",
     "fake_quantize",
+    "fold_",
     "frozen_linear",
     "fuse_",
     "fuse_graph",

@@ -87,7 +87,8 @@ def fold_(
     """
     check_model("fold_", model, None)
     check_calibration("fold_", calibration)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+    given: object = alpha
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
         raise InvalidProblem("fold_", "alpha", shown(alpha), "be a number in 0..1")
     for name, value in {"gates": gates, "exact": exact}.items():
         expect("fold_", name, value, bool, "be True or False")
@@ -138,7 +139,7 @@ def _unfit(
             raise InvalidProblem("fold_", "calibration", f"no layer {name} in the model", "be of this model")
         reason = calibration.left.get(name) or checks.of(modules[name])
         if reason is not None or name not in calibration.maxima:
-            return f"{name}: {reason or 'no inputs were seen'}"
+            return f"{name}: {(reason or 'no inputs were seen').removesuffix(': choose it with filter_fn')}"
     front = modules.get(source)
     if front is None:
         return "there is no such module in this model"
@@ -161,27 +162,28 @@ def _factors(layers: list[nn.Module], inputs: Tensor, alpha: float, *, exact: bo
 
 
 def _fold(front: nn.Module, layers: list[nn.Module], factor: Tensor, *, exact: bool) -> bool:
-    """Divide what a module returns, and multiply the columns of weights, unless that would not be exact, or overflow."""
+    """Divide what a module returns, and multiply columns of weights, unless that overflows or is not exact."""
     of_rows = isinstance(front, nn.Linear)
+    changes = [
+        (held, factor.view((-1, 1) if of_rows and name == "weight" else (-1,)), True)
+        for name, held in front.named_parameters(recurse=False)
+    ]
+    changes += [(layer.weight, factor.view((-1, 1) if is_conv1d(layer) else (-1,)), False) for layer in layers]
     made = []
-    for name, held in front.named_parameters(recurse=False):
-        by = factor.view((-1, 1) if of_rows and name == "weight" else (-1,)).to(held.device)
-        made.append((held, (held.float() / by).to(held.dtype), lambda new, by=by: new.float() * by))
-    for layer in layers:
-        held = layer.weight
-        by = factor.view((-1, 1) if is_conv1d(layer) else (-1,)).to(held.device)
-        made.append((held, (held.float() * by).to(held.dtype), lambda new, by=by: new.float() / by))
-    for held, new, back in made:
-        if not bool(new.isfinite().all()) or (exact and not torch.equal(back(new).to(held.dtype), held)):
+    for held, shaped, divides in changes:
+        by, tiny = shaped.to(held.device), torch.finfo(held.dtype).tiny
+        new = (held.float() / by if divides else held.float() * by).to(held.dtype)
+        back = (new.float() * by if divides else new.float() / by).to(held.dtype)
+        normal = (new.abs() >= tiny) | (held.abs() < tiny)
+        if not bool((new.isfinite() & normal).all()) or (exact and not torch.equal(back, held)):
             return False
-    for held, new, _ in made:
+        made.append(new)
+    for (held, *_), new in zip(changes, made, strict=True):
         held.copy_(new)
     return True
 
 
-def _after(
-    calibration: Calibration, folded: Mapping[str, tuple[str, ...]], taken: Mapping[str, Tensor]
-) -> Calibration:
+def _after(calibration: Calibration, folded: Mapping[str, tuple[str, ...]], taken: Mapping[str, Tensor]) -> Calibration:
     """Return the calibration of the folded model."""
     maxima, rows = dict(calibration.maxima), dict(calibration.rows)
     for source, names in folded.items():

@@ -282,12 +282,14 @@ def _check(subject: str, calibration: object, alpha: object, fold: object) -> No
 
 
 def column_maxima(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of each column of a weight, f32."""
     if not len(weight):
         return weight.new_zeros(weight.shape[1], dtype=torch.float32)
     return weight.detach().abs().amax(0).float()
 
 
 def largest(vectors: list[Tensor]) -> Tensor:
+    """Return the largest element at each place, on the first vector's device."""
     return torch.stack([vector.to(vectors[0].device) for vector in vectors]).amax(0)
 
 

@@ -1,10 +1,10 @@
 """4-bit weights from calibration: the error of each column is made good by the columns after it (GPTQ).
 
 With E the difference between a weight and its quantized form, and H the second moments of the layer's inputs, the
-squared error of the outputs is the trace of E H E'. With H = R R', R upper triangular, it is the squared sum of E R. Its
-column j depends on the columns 0 to j of E, so the columns are quantized in this order, and the target of column j is
-its weight plus the sum of E[:, i] R[i, j] / R[j, j] over the columns i before it. This is the method of Frantar et al.,
-"GPTQ" (arXiv 2210.17323), without the inverse of H: the column that they correct next has this value.
+squared error of the outputs is the trace of E H E'. With H = R R', R upper triangular, it is the squared sum of E R.
+Column j of E R depends on the columns 0 to j of E, so the columns are quantized in this order, and the target of column
+j is its weight plus the sum of E[:, i] R[i, j] / R[j, j] over the columns i before it. This is the method of Frantar et
+al., "GPTQ" (arXiv 2210.17323), without the inverse of H.
 
 The result has the same bits on every device. Sums of H are of integers and exact. Every other operation is
 rounded by itself, in f64 but for the choice of a group's levels, and in the order that is written here.
@@ -54,7 +54,7 @@ class Moments:
             had = f"{rows.dtype} of shape {list(rows.shape)}"
             raise InvalidProblem("Moments", "rows", had, "be float16, bfloat16 or float32 of shape [R, K]")
         if not rows.shape[1] <= len(rows) <= 1 << 23:
-            rule = f"be at least K, {rows.shape[1]}, and at most {1 << 23}: calibrate(..., rows=...) says how many are kept"
+            rule = f"be at least K, {rows.shape[1]}, and at most 2^23: calibrate(..., rows=...) says how many are kept"
             raise InvalidProblem("Moments", "rows", f"{len(rows)} rows", rule)
         if not bool(rows.isfinite().all()):
             raise InvalidProblem("Moments", "rows", "an infinity or NaN", "be finite")
@@ -84,11 +84,11 @@ class Moments:
 def calibrated_weight(weight: Tensor, moments: Moments, group_size: int = 128) -> Int4Weight:
     """Quantize a weight of shape (N, K) to 4 bits with the least error of its layer's outputs.
 
-    Columns are quantized in order, to the level nearest to their target, the lower even one of two. When the first
-    column of a group is reached, the group takes the scale and the offset with the least squared error of the targets
-    that its columns have then, weighted by the diagonal of the moments, at least 1. It is found in f32. Scales are 1 to 18, from half of what would span
-    the targets to one more. Offsets have levels around the middle of the targets, and are moved by up to one scale, in
-    steps of a quarter. Of equals the first in ascending order is taken.
+    Columns are quantized in order, to the level nearest to their target, the even one of two. When the first column of
+    a group is reached, the group takes the scale and the offset with the least squared error of the targets that its
+    columns have then, weighted by the diagonal of the moments, at least 1. It is found in f32. Scales are 1 to 18, from
+    half of what would span the targets to one more. Offsets have levels around the middle of the targets, and are moved
+    by up to one scale, in steps of a quarter. Of equals the first in ascending order is taken.
 
     Parameters
     ----------
@@ -125,9 +125,8 @@ def calibrated_weight(weight: Tensor, moments: Moments, group_size: int = 128) -
         levels[j] = level.to(torch.uint8)
         error = plain[j] - (scales[group] * level + offsets[group])
         targets[j + 1 :] += rates[j, j + 1 :, None] * error
-    form = torch.uint8, torch.int8
-    found = (each.T.contiguous().to(dtype) for each, dtype in zip((scales, offsets), form, strict=True))
-    return Int4Weight(levels.T.contiguous(), *found, channel_scale)
+    group_scale, group_offset = scales.T.contiguous().to(torch.uint8), offsets.T.contiguous().to(torch.int8)
+    return Int4Weight(levels.T.contiguous(), group_scale, group_offset, channel_scale)
 
 
 def _level(targets: Tensor, scale: Tensor, offset: Tensor) -> Tensor:

@@ -292,15 +292,18 @@ class Quantizer(NamedTuple):
         The format of the codes.
     group_size : int
     symmetric : bool
+    moments : Moments, optional
+        Those of the inputs of the layer, for formats that take them.
     """
 
     format: WeightFormat
     group_size: int = 128
     symmetric: bool = False
+    moments: Moments | None = None
 
-    def __call__(self, weight: Tensor, moments: Moments | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and scales (N,); see `WeightFormat.quantize`."""
-        more: Any = {} if moments is None else {"moments": moments}
+        more: Any = {} if self.moments is None else {"moments": self.moments}
         return type(self.format).quantize(weight, self.group_size, symmetric=self.symmetric, **more)
 
 
