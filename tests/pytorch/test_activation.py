@@ -96,6 +96,9 @@ def test_a_split_head_that_is_loaded_anew_still_has_logits_in_f32():
 def test_layers_are_their_activations():
     codes, scale, bias = weights(fresh())
     one, many, at = torch.ones(1), torch.ones(K), torch.tensor([3])
+    for other in ({"smooth": many}, {"activation": Static(), "input_scale": one}):
+        with pytest.raises(InvalidProblem, match="DynamicLinear: activation must be PerRow, and not smoothed"):
+            DynamicLinear(codes, scale, **other)
     made = {
         PER_ROW: DynamicLinear(codes, scale, bias),
         PerRow(smoothed=True): SmoothedLinear(codes, scale, smooth=many),
