@@ -209,9 +209,9 @@ class ShardedLinear(Int8Linear):
 
         def product(given: LayerInput) -> Tensor:
             if given.scale is None:
-                tensors = given.data, self.operand, weight_scale, None, self.bias
-                more = {"output_element": element, "nonfinite": self.nonfinite}
-                return cast("Tensor", _OPS.quantized_linear.default(*tensors, **more))
+                tensors = self.operands(how.tensors(given.data, self.held))
+                fields = how.fields(given.data.dtype) | {"output_element": element}
+                return cast("Tensor", getattr(_OPS, how.op).default(*tensors, **fields))
             codes = given.data, self.operand, given.scale, given.zero_point, weight_scale, None, self.bias
             return cast("Tensor", _OPS.scaled_linear.default(*codes, **output))
 

@@ -23,6 +23,7 @@ from skuda.torch.attention.interface import Mask
 from skuda.torch.attention.rope_attention import FusedRopeAttention
 from skuda.torch.formats.int8 import CODES
 from skuda.torch.fuse.fused_modules import Fused, MLPForm, gated_rows
+from skuda.torch.linear.activation import ActivationQuant
 from skuda.torch.linear.autograd import recomputed, round_rows, row_codes, valued
 from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, autocast
 from skuda.torch.ops.registered import linear_dynamic
@@ -156,15 +157,15 @@ class ExactHead(DynamicLinear):
     stored_as = DynamicLinear
     """The class of the layer without what makes it exact, which checkpoints describe."""
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.of(self)  # a pickle of version 0.1 has no activation
+    def act(self, activation: ActivationQuant) -> None:
+        """Take an activation, with outputs in f32."""
+        super().act(replace(activation, output_element="f32"))
 
     @classmethod
     def of(cls, layer: Int8Linear) -> Self:
         """Make a layer a head. Return it."""
         layer.__class__ = cls  # type: ignore[assignment]
-        layer.act(replace(layer.activation, output_element="f32"))
+        layer.act(layer.activation)
         return cast("Self", layer)
 
     def like(self, whole: Int8Linear) -> Self:

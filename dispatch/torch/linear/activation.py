@@ -17,7 +17,7 @@ from skuda.dispatch.shard.layer import LayerInput
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.formats.int8 import CODES, Q_MAX
+from skuda.torch.formats.int8 import CODES
 from skuda.torch.linear.autograd import frozen_linear
 from skuda.torch.linear.dequantized_weight import CodedLayer
 from skuda.torch.ops.dtypes import element_of, torch_dtype
@@ -240,7 +240,9 @@ class Static(ActivationQuant):
         key, tensors = self._key(input), (input, scale, self._zero(held))
         found: Tensor | None = launched(key, *tensors)
         if found is None:
-            found = run_module("quantize_per_tensor", key, tensors, {**self.codes, "q_min": -Q_MAX - self.shifted})
+            found = run_module(
+                "quantize_per_tensor", key, tensors, {**self.codes, "q_min": self.codes["q_min"] - self.shifted}
+            )
         assert found is not None
         return found
 

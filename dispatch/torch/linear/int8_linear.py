@@ -356,6 +356,12 @@ class DynamicLinear(Int8Linear):
         given = {"dtype": linear.weight.dtype, "in_features": linear.in_features}
         return cls(*quantize(linear.weight), linear.bias, **given)
 
+    def act(self, activation: ActivationQuant) -> None:
+        """Take an activation whose op takes the rows as they are, as `forward` does."""
+        if not isinstance(activation, PerRow) or activation.smoothed:
+            raise InvalidProblem(type(self).__name__, "activation", repr(activation), "be PerRow, and not smoothed")
+        super().act(activation)
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
         held = self._buffers.get
