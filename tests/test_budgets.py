@@ -12,7 +12,7 @@ PARTS = {
     "torch": ("dispatch/torch", (), 15_760),
     "serving": ("dispatch/serving", (), 600),
     "vllm": ("dispatch/vllm", (), 2_000),
-    "tests": ("tests", (), 47_800),
+    "tests": ("tests", (), 47_880),
 }
 
 

@@ -1,4 +1,4 @@
-"""Launch rules for packed 4-bit weights: a launch in front writes their 8-bit codes, which another kernel then reads.
+"""Packed 4-bit weights for kernels of 8-bit codes: a launch in front writes the codes, which the kernel then reads.
 
 Pure: nothing here needs a GPU.
 """
@@ -6,14 +6,11 @@ Pure: nothing here needs a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Launch, Leading, Parameter, Pointer, Step, TensorMap, pointers, s32, s64
 from skuda.kernels.linear import hopper, packed
-from skuda.kernels.linear import mma as mma_kernel
-from skuda.kernels.linear import plain as plain_kernel
-from skuda.kernels.linear import warpgroup as warpgroup_kernel
 from skuda.kernels.linear.pack_launch import step_over_blocks
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.sku import WorkspaceTerm
@@ -30,19 +27,13 @@ _LAUNCH, _MEMORY = 3.3, 0.84
 """Microseconds of the launch in front, and the part of the memory's bandwidth that it reaches; on an H200."""
 
 
-def warpgroup(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
-    """Launch the wgmma kernel behind the unpacking."""
-    return _behind(warpgroup_kernel.launch(problem.on_codes, device, choice), problem, device)
+def behind_unpacking(launch: Callable[..., Launch]) -> Callable[..., Launch]:
+    """Return the launch rule for packed weights of a kernel whose rule for 8-bit codes is `launch`."""
 
+    def rule(problem: LinearProblem, device: Device, *choice: str) -> Launch:
+        return _behind(launch(problem.on_codes, device, *choice), problem, device)
 
-def mma(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
-    """Launch the mma.sync kernel behind the unpacking."""
-    return _behind(mma_kernel.launch(problem.on_codes, device, choice), problem, device)
-
-
-def plain(problem: LinearProblem, device: Device) -> Launch:
-    """Launch the plain kernel behind the unpacking."""
-    return _behind(plain_kernel.launch(problem.on_codes, device), problem, device)
+    return rule
 
 
 def _behind(launch: Launch, problem: LinearProblem, device: Device) -> Launch:

@@ -33,6 +33,11 @@ def bandwidth(device: Device) -> float:
     return round((device.memory_bandwidth or _H200_BANDWIDTH) / _HALF) / 2
 
 
+def card_of(device: Device) -> tuple[int, float]:
+    """Return multiprocessors and memory bandwidth, of an H200 where a device does not report them."""
+    return device.sm_count or H200, bandwidth(device)
+
+
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     """Return what these kernels require: rows that TMA can read, and sums that fit in 32 bits.
 

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Choice, Launch, Step
 from skuda.kernels.linear import parameters
+from skuda.kernels.linear.expanded import behind_unpacking
 from skuda.kernels.linear.problem import LinearProblem, longest_k
+from skuda.kernels.linear.strategies import Strategy
+from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
@@ -166,22 +169,26 @@ def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     return (Between(field="k", minimum=1, maximum=longest_k(ElementKind.U8, weight)),)
 
 
+STRATEGY = Strategy(
+    "mma", __name__, ArchSku.SM_80, constraints, "tensor cores of any card since Ampere; every alignment and zero point"
+)
+
+
 @lru_cache(maxsize=4096)
-def _offered(
+def _ranked(
     m: int,
     n: int,
     k: int,
     device: Device,
     zero_points: bool,  # noqa: FBT001  private
 ) -> tuple[tuple[MmaTile, ...], tuple[Choice, ...]]:
-    ranked = ranking(m, n, k, device, zero_points=zero_points)
-    return tuple(tile for _, tile in ranked), tuple(Choice(str(tile), us) for us, tile in ranked)
+    return parameters.ranked(ranking(m, n, k, device, zero_points=zero_points))
 
 
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     (m, n, k), zero_points = problem.sizes, problem.has_zero_points
-    tile, chosen = parameters.choose(*_offered(max(1, m), max(1, n), k, device, zero_points), choice)
+    tile, chosen = parameters.choose(*_ranked(max(1, m), max(1, n), k, device, zero_points), choice)
     product = Step(
         entry=f"{problem.op_name()}_mma",
         grid=(tile.grid(m, n), 1, 1),
@@ -196,3 +203,6 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         f"-DSKUDA_OUT={problem.output}",
     )
     return parameters.launch_product(problem, product, flags=flags, **chosen)
+
+
+expanded = behind_unpacking(launch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from skuda.kernels.launch import (
     Parameter,
     Pointer,
     Step,
+    TensorMap,
     Which,
     pointers,
     s32,
@@ -36,9 +37,19 @@ _OUTPUTS = tuple(ElementKind(name) for name in ("f32", "f64", "f16", "bf16", "s8
 
 def activation_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
     """Return codes, scales and, where the op does not quantize, zero points, for kernels without tensor maps."""
-    if problem.dynamic:
-        return (*CODES, *SCALES)
-    return (*strided("act_q"), *given_scales(problem))
+    return (*(CODES if problem.dynamic else strided("act_q")), *activation_scales(problem))
+
+
+def activation_map(problem: LinearProblem, box_rows: int, promotion: int = 128) -> TensorMap:
+    """Return the tensor map of the codes."""
+    m, _, k = problem.sizes
+    name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
+    return TensorMap(name, m, k, box_rows, otherwise, promotion)
+
+
+def activation_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
+    """Return the scales and, where the op does not quantize, zero points of an activation."""
+    return SCALES if problem.dynamic else given_scales(problem)
 
 
 def given_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
@@ -147,6 +158,12 @@ def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> S
 
 
 T = TypeVar("T")
+
+
+def ranked(times: Iterable[tuple[float, T]]) -> tuple[tuple[T, ...], tuple[Choice, ...]]:
+    """Return the tiles of (predicted us, tile), and what they are called, the shortest time first."""
+    by_time = sorted(times, key=lambda pair: pair[0])
+    return tuple(tile for _, tile in by_time), tuple(Choice(str(tile), us) for us, tile in by_time)
 
 
 def choose(tiles: Sequence[T], choices: tuple[Choice, ...], choice: str) -> tuple[T, dict[str, Any]]:

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import ANY_ROWS, Launch, Step
 from skuda.kernels.linear import parameters
+from skuda.kernels.linear.expanded import behind_unpacking
 from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.strategies import Strategy
+from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
@@ -17,8 +20,12 @@ _TILE = 64
 _MAX_STRIPS = 65_535
 
 
-CONSTRAINTS: tuple[Constraint, ...] = (Between(field="k", maximum=(1 << 22) - 1),)
-"""Largest K whose sums of products with any s32 zero point fit in 64 bits."""
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:  # noqa: ARG001  the same for all weights
+    """Return the largest K whose sums of products with any s32 zero point fit in 64 bits."""
+    return (Between(field="k", maximum=(1 << 22) - 1),)
+
+
+STRATEGY = Strategy("plain", __name__, ArchSku.SM_80, constraints, "64 x 64 tiles, dp4a; any shape")
 
 
 def launch(problem: LinearProblem, device: Device) -> Launch:  # noqa: ARG001  every launch rule has this signature
@@ -34,3 +41,6 @@ def launch(problem: LinearProblem, device: Device) -> Launch:  # noqa: ARG001  e
         parameters=(*parameters.activation_parameters(problem), *parameters.layer_parameters(problem)),
     )
     return parameters.launch_product(problem, product, alike=ANY_ROWS)
+
+
+expanded = behind_unpacking(launch)

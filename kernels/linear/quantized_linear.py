@@ -48,7 +48,7 @@ from pydantic import model_validator
 
 from skuda.kernels import nonfinite
 from skuda.kernels.dtypes import compute_dtype
-from skuda.kernels.linear import offers
+from skuda.kernels.linear import strategies
 from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue, arithmetic
 from skuda.kernels.linear.problem import (
@@ -234,7 +234,7 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = offers.skus(
+SKUS = strategies.skus(
     QuantizedLinearDescriptor,
     __name__,
     FLOATS,

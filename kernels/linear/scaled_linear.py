@@ -47,7 +47,7 @@ import numpy as np
 from pydantic import model_validator
 
 from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.linear import offers
+from skuda.kernels.linear import strategies
 from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import (
@@ -216,7 +216,7 @@ def _cases() -> tuple[Case, ...]:
 CASES = _cases()
 _CODES = OneOf(field="activation_element", allowed=CODES8)
 SKUS = (
-    *offers.skus(ScaledLinearDescriptor, __name__, OUTPUTS, _CODES),
-    *offers.skus(ScaledLinearDescriptor, __name__, (ElementKind.S32,), _CODES, epilogues=(EpilogueKind.IDENTITY,)),
+    *strategies.skus(ScaledLinearDescriptor, __name__, OUTPUTS, _CODES),
+    *strategies.skus(ScaledLinearDescriptor, __name__, (ElementKind.S32,), _CODES, epilogues=(EpilogueKind.IDENTITY,)),
 )
 OP = Op(ScaledLinearDescriptor, reference, CASES, SKUS, source="torchao scaled_int8_mm, torch._int_mm", draw=draw)

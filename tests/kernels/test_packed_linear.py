@@ -14,7 +14,7 @@ from skuda.dispatch.shard.explanation import check, held, problems, traffic
 from skuda.dispatch.shard.layer import ShardSchedule
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.catalog import built_in_registry
-from skuda.kernels.linear import expanded, packed
+from skuda.kernels.linear import mma, packed, plain, warpgroup
 from skuda.registry import Case, InvalidProblem
 from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.errors import Unaligned
@@ -119,11 +119,11 @@ def test_unpacking_leads_to_the_kernel_for_8_bit_codes(problem, device, variant)
     assert kernel.workspace_size(problem) == on_codes.workspace_size(problem.on_codes) + more
 
 
-@pytest.mark.parametrize("rule", ["warpgroup", "mma", "plain"])
+@pytest.mark.parametrize("strategy", [warpgroup, mma, plain])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_only_the_first_step_reads_the_packed_weight(make, rule):
+def test_only_the_first_step_reads_the_packed_weight(make, strategy):
     problem = make(m=16, n=100, k=336, **GROUPS)
-    launch = getattr(expanded, rule)(problem, H200)
+    launch = strategy.expanded(problem, H200)
     first, *steps = launch.steps
     assert (first.entry, first.overlaps) == ("unpack_weight", False)
     assert dict(launch.scratch)["unpacked_weight"] == 100 * 336
@@ -146,7 +146,7 @@ ARRAYS = {
 
 @pytest.fixture
 def rig():
-    return Rig(scaled(M, N, K, output_element="f32", **GROUPS), expanded.mma)
+    return Rig(scaled(M, N, K, output_element="f32", **GROUPS), mma.expanded)
 
 
 def test_the_kernel_gets_the_scratch_with_rows_at_multiples_of_16_bytes(rig):

@@ -17,7 +17,7 @@ from support import fresh, sampled
 from skuda.dispatch.compile import compilers as compiling
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import Pointer, TensorMap
-from skuda.kernels.linear import direct, hopper, streamed
+from skuda.kernels.linear import hopper, streamed
 from skuda.registry.device import KNOWN_DEVICES
 
 H200 = KNOWN_DEVICES["h200"]
@@ -73,7 +73,7 @@ extern "C" __global__ void sizes(s32* to) { to[0] = AHEAD, to[1] = UNIT, to[2] =
 
 
 @pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
-@pytest.mark.parametrize("tile", sampled([one for m in (8, 16, 32) for one in direct.configurations(m)], 3), ids=str)
+@pytest.mark.parametrize("tile", sampled([one for m in (8, 16, 32) for one in streamed.configurations(m)], 3), ids=str)
 def test_the_rule_has_the_constants_of_the_kernel_through_registers(tile):
     problem = static(tile.tokens)
     unit = replace(emulator.Unit.of(sku_of(problem)), text=SIZES)
@@ -81,7 +81,7 @@ def test_the_rule_has_the_constants_of_the_kernel_through_registers(tile):
     library = emulator.load(unit.configured(streamed.launch(problem, H200, str(tile)).flags))
     library.launch("sizes", (1, 1, 1), (1, 1, 1), 0, [("p", found.ctypes.data)])
     assert found.tolist() == [tile.ahead, tile.unit, tile.block[0], tile.shared()]
-    assert direct.configurations(33) == ()
+    assert streamed.configurations(33) == ()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from skuda.dispatch.plan import Ready
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import MOST_ZEROS, Constant, Pointer, Step, TensorMap
 from skuda.kernels.linear import hopper, mma, streamed, warpgroup
-from skuda.kernels.linear.warpgroup_tile import TILES
+from skuda.kernels.linear.warpgroup import TILES
 from skuda.registry import ElementKind, InvalidProblem
 from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.errors import Unaligned

@@ -26,8 +26,8 @@ from scipy.optimize import least_squares
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from tile_times import Times, laid_out, sets_of, write
 
-from skuda.kernels.linear import hopper, streamed, streamed_cost, warpgroup_cost
-from skuda.kernels.linear.warpgroup_tile import TILES, WarpgroupTile
+from skuda.kernels.linear import hopper, streamed, warpgroup
+from skuda.kernels.linear.warpgroup import TILES, WarpgroupTile
 from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
 
@@ -56,10 +56,10 @@ Predictions = Iterator[tuple[str, str, Callable[[Costs], float]]]
 def of_warpgroup(times: Times, sizes: tuple[int, int, int]) -> Predictions:
     """Yield the predictions of all tiles. Each tile has costs of its own."""
     device = times["device"]
-    card = warpgroup_cost.CardCosts(device["l2_cache"], device["memory_bandwidth"] / 1e6, {}, ())
+    card = warpgroup.CardCosts(device["l2_cache"], device["memory_bandwidth"] / 1e6, {}, ())
 
     def predicted(tile: WarpgroupTile, costs: Costs) -> float:
-        return warpgroup_cost.predicted(tile, warpgroup_cost.TileCost(**costs), card, sizes, device["sm_count"])
+        return warpgroup.predicted(tile, warpgroup.TileCost(**costs), card, sizes, device["sm_count"])
 
     yield from ((str(tile), str(tile), partial(predicted, tile)) for tile in TILES)
 
@@ -71,7 +71,7 @@ def of_streamed(times: Times, sizes: tuple[int, int, int]) -> Predictions:
     card = device.sm_count, hopper.bandwidth(device)
 
     def predicted(tile: Any, costs: Costs) -> float:
-        return streamed_cost.predicted(tile, streamed_cost.FewTokensCost(**costs), sizes, card, quantizes=quantizes)
+        return streamed.predicted(tile, streamed.FewTokensCost(**costs), sizes, card, quantizes=quantizes)
 
     tiles = streamed.tiles(sizes, device.sm_count, output.bits // 8, quantizes=quantizes)
     yield from ((str(tile), "costs", partial(predicted, tile)) for tile in tiles)

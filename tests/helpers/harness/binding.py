@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from harness import emulator
 from harness.emulator import SANITIZED, Library, Value
-from support import Guarded
+from support import Guarded, arguments_of
 
 from skuda.dispatch.host.rules import number
 from skuda.kernels.dtypes import storage_dtype
@@ -149,15 +149,28 @@ def run_steps(
     assert ZEROS not in scratch or not scratch[ZEROS].array.any()
 
 
-def ran(sku: KernelSku, problem: Descriptor, inputs: Mapping[str, Any], device: Device, rng: Any) -> dict[str, Any]:
-    """Run a kernel on inputs laid out in any way that it serves, and return what was placed, by name."""
-    launch, shapes = (
-        launch_of(sku, problem, device),
-        {argument.name: argument.shape for argument in problem.arguments()},
-    )
+def ran(
+    sku: KernelSku, problem: Descriptor, inputs: Mapping[str, Any], device: Device, rng: Any, *choice: str
+) -> dict[str, Any]:
+    """Run a kernel on inputs laid out in any way that it serves, and return what was placed, by name.
+
+    Nothing but the elements of what it writes may change.
+    """
+    launch = launch_of(sku, problem, device, *choice)
+    shapes = {argument.name: argument.shape for argument in problem.arguments()}
     placed = place(problem, launch, shapes, inputs, rng)
-    run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
+    run_steps(emulator.load(emulator.Unit.of(sku).configured(launch.flags)), launch, problem, placed, shapes)
+    assert_nothing_else_written(problem, placed)
     return placed
+
+
+def assert_nothing_else_written(problem: Descriptor, placed: Mapping[str, Any]) -> None:
+    """Check that inputs are as before, and the bytes beside all elements. An input may be an output, too."""
+    written = {id(placed[a.name]) for a in arguments_of(problem, Role.OUTPUT, Role.SCRATCH, Role.STATE)}
+    for array in (value for value in placed.values() if isinstance(value, Guarded)):
+        array.assert_only_elements_written()
+        if id(array) not in written:
+            array.assert_unchanged()
 
 
 def _value(

@@ -1,4 +1,7 @@
-"""Launch rule of the product for few tokens with packed weights (``packed.cuh``). Pure: nothing here needs a GPU."""
+"""The product for few tokens with packed weights (``packed.cuh``): tiles, costs, launch. Pure: needs no GPU.
+
+The layout of such weights, which is not this kernel's alone, is in `skuda.kernels.linear.packed`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from skuda.kernels.launch import Choice, Launch, Step, pointers
 from skuda.kernels.linear import hopper, parameters
 from skuda.kernels.linear.packed import BLOCK, ROWS, block_bytes
 from skuda.kernels.linear.problem import LinearProblem, longest_k
+from skuda.kernels.linear.strategies import Strategy
+from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Between, Constraint, MultipleOf
 from skuda.registry.elements import ElementKind
 
@@ -76,16 +81,23 @@ def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     )
 
 
+STRATEGY = Strategy(
+    "packed",
+    __name__,
+    ArchSku.SM_80,
+    constraints,
+    "few tokens: packed 4-bit weights go straight to registers",
+    weights=(ElementKind.S4,),
+)
+
+
 @lru_cache(maxsize=4096)
 def _ranked(
     m: int, n: int, k: int, group_size: int, card: tuple[int, float]
 ) -> tuple[tuple[PackedTile, ...], tuple[Choice, ...]]:
     tokens = next(each for each in _TOKENS if each >= min(m, MOST_TOKENS))
-    found = [
-        (_predicted(tile, n, k, group_size, card), tile) for tile in (PackedTile(tokens, *s) for s in _SHAPES[tokens])
-    ]
-    ranked = sorted(found, key=lambda pair: pair[0])
-    return tuple(tile for _, tile in ranked), tuple(Choice(str(tile), us) for us, tile in ranked)
+    tiles = (PackedTile(tokens, *shape) for shape in _SHAPES[tokens])
+    return parameters.ranked((_predicted(tile, n, k, group_size, card), tile) for tile in tiles)
 
 
 def _predicted(tile: PackedTile, n: int, k: int, group_size: int, card: tuple[int, float]) -> float:
@@ -102,12 +114,11 @@ def _predicted(tile: PackedTile, n: int, k: int, group_size: int, card: tuple[in
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     m, n, k = problem.sizes
-    sm_count = device.sm_count or hopper.H200
-    card = sm_count, hopper.bandwidth(device)
+    card = hopper.card_of(device)
     tile, chosen = parameters.choose(*_ranked(max(1, m), max(1, n), k, problem.group_size, card), choice)
     product = Step(
         entry=f"{problem.op_name()}_packed",
-        grid=tile.grid(m, n, sm_count),
+        grid=tile.grid(m, n, card[0]),
         block=(32 * tile.warps, 1, 1),
         parameters=(
             *parameters.activation_parameters(problem),

@@ -1,14 +1,16 @@
-"""Launch rule of the products of packed weights on Hopper (``packed_streamed.cuh``). Pure: nothing here needs a GPU."""
+"""The products of packed weights on Hopper (``packed_streamed.cuh``): tiles, costs, launch. Pure: needs no GPU."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from skuda.kernels.launch import Choice, Launch, Step, TensorMap, pointers, s32
+from skuda.kernels.launch import Choice, Launch, Step, pointers, s32
 from skuda.kernels.linear import hopper, parameters
 from skuda.kernels.linear.packed import BLOCK, ROWS, block_bytes
 from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.strategies import Strategy
+from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
@@ -101,6 +103,16 @@ def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     return (Between(field="m", maximum=MOST_TOKENS), *hopper.constraints(weight))
 
 
+STRATEGY = Strategy(
+    "packed_streamed",
+    __name__,
+    ArchSku.SM_90A,
+    constraints,
+    "packed 4-bit weights through a ring, mma.sync or wgmma by tokens",
+    weights=(ElementKind.S4,),
+)
+
+
 def _by_warps(tokens: int, warpgroups: int, units: int) -> PackedStreamedTile:
     """Return the configuration with two blocks of K for each warp in a stage, or one, if few such stages have room."""
     tile = PackedStreamedTile(tokens, warpgroups, units, 4 * warpgroups // units, units)
@@ -145,28 +157,25 @@ def _predicted(tile: PackedStreamedTile, m: int, n: int, k: int, group_size: int
 def _ranked(
     m: int, n: int, k: int, group_size: int, card: tuple[int, float]
 ) -> tuple[tuple[PackedStreamedTile, ...], tuple[Choice, ...]]:
-    found = [(_predicted(tile, m, n, k, group_size, card), tile) for tile in _configurations(m, n, card[0])]
-    ranked = sorted(found, key=lambda pair: pair[0])
-    return tuple(tile for _, tile in ranked), tuple(Choice(str(tile), us) for us, tile in ranked)
+    tiles = _configurations(m, n, card[0])
+    return parameters.ranked((_predicted(tile, m, n, k, group_size, card), tile) for tile in tiles)
 
 
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     m, n, k = problem.sizes
-    sm_count = device.sm_count or hopper.H200
-    card = sm_count, hopper.bandwidth(device)
+    card = hopper.card_of(device)
     alike = -(-max(1, m) // _ALIKE) * _ALIKE
     tile, chosen = parameters.choose(*_ranked(alike, max(1, n), k, problem.group_size, card), choice)
     zero_points = problem.shifts_activation
     stages, shared = tile.ring(k, problem.group_size, problem.output.bits // 8, zero_points=zero_points)
-    name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     product = Step(
         entry=f"{problem.op_name()}_packed_streamed",
-        grid=tile.grid(m, n, sm_count),
+        grid=tile.grid(m, n, card[0]),
         block=(tile.threads, 1, 1),
         parameters=(
-            TensorMap(name, m, k, tile.tokens, otherwise=otherwise),
-            *(parameters.SCALES if problem.dynamic else parameters.given_scales(problem)),
+            parameters.activation_map(problem, tile.tokens),
+            *parameters.activation_scales(problem),
             *pointers("weight_q"),
             *parameters.epilogue_parameters(problem),
             *s32(tile.units, stages),

@@ -1,13 +1,16 @@
-"""The kernels of a linear op, best first: those on tensor cores, the plain kernel, the reference."""
+"""The strategies of linear ops, ways to multiply on a card: best first, and the kernels that they give an op.
+
+To add one, write its module and sources, and put the name of the module into `STRATEGIES`; see docs/card.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from types import ModuleType
+from importlib import import_module
 from typing import Any, NamedTuple
 
-from skuda.kernels.linear import expanded, mma, packed_launch, packed_streamed_launch, plain, streamed, warpgroup
+from skuda.kernels.linear import expanded
 from skuda.kernels.linear.problem import LinearProblem, code_of
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.arch import ArchSku
@@ -17,60 +20,57 @@ from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.sku import KernelSku, WorkspaceTerm
 from skuda.registry.vocabulary import EpilogueKind, MathPrecision
 
+STRATEGIES = (
+    "packed_streamed",
+    "packed_direct",
+    "streamed",
+    "warpgroup",
+    "mma",
+)
+"""Modules of this folder, best first; `plain`, which takes any shape, follows. Each has `STRATEGY` and `launch`."""
 
-class _Kernel(NamedTuple):
-    """A kernel that every linear op has. Its ``.cuh`` is named after its variant; `rules` has its launch rule."""
 
-    variant: str
+class Strategy(NamedTuple):
+    """A way to multiply on a card, which every linear op has.
+
+    Its module has the launch rule ``launch`` and, if weights of s4 are unpacked in front, ``expanded``, which
+    `expanded.behind_unpacking` returns.
+
+    Attributes
+    ----------
+    name : str
+        Variant of its kernels. Op and name together name their sources, ``OP_NAME.cu`` in this folder, and entries.
+    module : str
+        Dotted name of its module.
+    arch : ArchSku
+        The architecture that the sources require.
+    constraints : callable
+        Returns what a problem must have, by the element of the codes that the kernel reads.
+    summary : str
+        A few words, which ``skuda show`` prints.
+    workspace : tuple of WorkspaceTerm
+        What it needs beside the op's workspace and that of a configuration.
+    weights : tuple of ElementKind
+        Elements of the weights that it is for: s4 alone if it reads packed weights. Beside others, s4 is unpacked.
+    """
+
+    name: str
+    module: str
     arch: ArchSku
-    rules: ModuleType
+    constraints: Callable[[ElementKind], tuple[Constraint, ...]]
     summary: str
     workspace: tuple[WorkspaceTerm, ...] = ()
     weights: tuple[ElementKind, ...] = (*CODES8, ElementKind.S4)
-    """Elements of the weights that it is offered for."""
 
     def unpacks(self, weight: ElementKind) -> bool:
-        """Whether a weight is unpacked in front of it: it is, unless the kernel reads nothing but packed weights."""
+        """Return whether a weight is unpacked in front of the kernel."""
         return weight is ElementKind.S4 and self.weights != (ElementKind.S4,)
 
 
-_TENSOR_CORE_KERNELS = (
-    _Kernel(
-        "packed_streamed",
-        ArchSku.SM_90A,
-        packed_streamed_launch,
-        "packed 4-bit weights through a ring, mma.sync or wgmma by tokens",
-        weights=(ElementKind.S4,),
-    ),
-    _Kernel(
-        "packed",
-        ArchSku.SM_80,
-        packed_launch,
-        "few tokens: packed 4-bit weights go straight to registers",
-        weights=(ElementKind.S4,),
-    ),
-    _Kernel(
-        "streamed",
-        ArchSku.SM_90A,
-        streamed,
-        "few tokens: wgmma at the speed at which the weights arrive",
-        weights=CODES8,
-    ),
-    _Kernel(
-        "warpgroup",
-        ArchSku.SM_90A,
-        warpgroup,
-        "wgmma, TMA loads, tiles by predicted time",
-        warpgroup.WORKSPACE,
-    ),
-    _Kernel(
-        "mma",
-        ArchSku.SM_80,
-        mma,
-        "tensor cores of any card since Ampere; every alignment and zero point",
-    ),
-)
-_PLAIN = _Kernel("plain", ArchSku.SM_80, plain, "64 x 64 tiles, dp4a; any shape")
+def _strategy(module: str) -> Strategy:
+    # Not imported above: the modules import this one.
+    found: Strategy = import_module(f"{__package__}.{module}").STRATEGY
+    return found
 
 
 def skus(
@@ -103,23 +103,23 @@ def skus(
     """
     elements, epilogues = tuple(elements), tuple(epilogues)
     narrow = tuple(element for element in elements if element is not ElementKind.F64)
-    in_f32 = OneOf(field="compute", allowed=(ElementKind.F32,))
+    in_f32, plain = OneOf(field="compute", allowed=(ElementKind.F32,)), _strategy("plain")
     cores = tuple(
         sku
-        for kernel in _TENSOR_CORE_KERNELS
-        for weight in kernel.weights
+        for strategy in map(_strategy, STRATEGIES)
+        for weight in strategy.weights
         for sku in cuda_skus(
             descriptor,
             module,
             narrow,
             (weight,),
             epilogues,
-            suffix=f"_{kernel.variant}",
-            arch=kernel.arch,
-            flags=partial(_flags, descriptor, unpacks=kernel.unpacks(weight)),
+            suffix=f"_{strategy.name}",
+            arch=strategy.arch,
+            flags=partial(_flags, descriptor, unpacks=strategy.unpacks(weight)),
             guarantee=partial(_guarantee, ElementKind.S32),
-            constraints=(*constraints, in_f32, *kernel.rules.constraints(code_of(weight))),
-            **_reading(kernel, workspace, unpacks=kernel.unpacks(weight)),
+            constraints=(*constraints, in_f32, *strategy.constraints(code_of(weight))),
+            **_reading(strategy, workspace, unpacks=strategy.unpacks(weight)),
             **fields,
         )
     )
@@ -134,9 +134,9 @@ def skus(
             epilogues,
             flags=partial(_plain_flags, descriptor, unpacks=weights != CODES8),
             guarantee=partial(_guarantee, ElementKind.S64),
-            constraints=(*constraints, *plain.CONSTRAINTS),
+            constraints=(*constraints, *plain.constraints(ElementKind.S8)),
             entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
-            **_reading(_PLAIN, workspace, unpacks=weights != CODES8),
+            **_reading(plain, workspace, unpacks=weights != CODES8),
             **fields,
         )
     )
@@ -154,17 +154,17 @@ def skus(
     return (*cores, *any_shape, *reference)
 
 
-def _reading(kernel: _Kernel, workspace: tuple[WorkspaceTerm, ...], *, unpacks: bool) -> dict[str, Any]:
+def _reading(strategy: Strategy, workspace: tuple[WorkspaceTerm, ...], *, unpacks: bool) -> dict[str, Any]:
     """Return the fields of a SKU that depend on whether its kernel reads the weight, or the codes unpacked from it."""
-    variant, summary, workspace = kernel.variant, kernel.summary, (*workspace, *kernel.workspace)
+    variant, summary, workspace = strategy.name, strategy.summary, (*workspace, *strategy.workspace)
     if not unpacks:
-        launch = f"{kernel.rules.__name__}:launch"
+        launch = f"{strategy.module}:launch"
         return {"variant": variant, "summary": summary, "workspace": workspace, "launch": launch}
     return {
         "variant": f"expanded_{variant}",
         "summary": f"the weight unpacked in front, then: {summary}",
         "workspace": (*workspace, *expanded.WORKSPACE),
-        "launch": f"{expanded.__name__}:{variant}",
+        "launch": f"{strategy.module}:expanded",
     }
 
 
