@@ -23,6 +23,7 @@ from skuda.torch.convert.update import update_
 from skuda.torch.distributed.group import TorchGroup
 from skuda.torch.distributed.parallelize import Parallelization, parallelize_
 from skuda.torch.distributed.sharded_linear import ColumnLinear, RowLinear
+from skuda.torch.evaluation.comparison import Comparison, compare
 from skuda.torch.fuse.fuse import Fusion, fuse_
 from skuda.torch.fuse.graph import fuse_graph, fused_backend, graph_pass
 from skuda.torch.hf import hooks as _hooks  # noqa: F401  it listens to changes of models
@@ -38,6 +39,7 @@ __all__ = [
     "Certificate",
     "CodesLinear",
     "ColumnLinear",
+    "Comparison",
     "Config",
     "Dequantization",
     "Dynamic",
@@ -59,6 +61,7 @@ __all__ = [
     "TorchGroup",
     "calibrate",
     "certify",
+    "compare",
     "dequantize_",
     "fake_quantize",
     "fold_",
