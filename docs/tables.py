@@ -139,17 +139,22 @@ def vllm_engines(record: Path = EVIDENCE / "h200-vllm-engines.txt") -> str:
     return markdown_table(("", "1, ms", "64, ms", "prompts, tokens/s", "requests, s", "again, s"), rows)
 
 
-def int4_error(record: Path = EVIDENCE / "int4-error.json") -> str:
-    """Return the errors of weights of 8 and 4 bits, which ``tests/programs/int4_error.py`` recorded."""
+def accuracy(record: Path = EVIDENCE / "accuracy.json") -> str:
+    """Return what ``skuda evaluate`` recorded of a language model."""
     found = json.loads(record.read_text(encoding="utf-8"))
-    kinds = ("plain", "smoothed")
-    header = [f"{figure}, {kind}" for figure in ("error", "worst cosine") for kind in kinds]
-    rows = [
-        (way, *(f"{errors[kind][name]:.3f}" for name in ("error", "worst cosine") for kind in kinds))
-        for way, errors in found["errors"].items()
-    ]
-    used = f"{found['calibration sentences']} sentences calibrate, {found['held-out sentences']} are held out"
-    return f"{markdown_table(('weights', *header), rows)}\n{found['model']}, {found['layers']} layers; {used}.\n"
+    first, *others = found["rows"]
+    rows = [("f32", f"{first['bytes'] / 1e6:.0f}", f"{first['perplexity']:.2f}", "", "", "")]
+    for row in others:
+        size, error = f"{row['bytes'] / 1e6:.0f}", f"{row['divergence']:.4f} ± {row['divergence_error']:.4f}"
+        name = row["model"].replace("weights int8", "int8").replace("weights int4, group_size 0", "int4, whole rows")
+        name = name.replace("weights int4, group_size", "int4, groups of")
+        shown = f"{row['perplexity']:.2f}", error, f"{row['divergence_p99']:.2f}", f"{row['agreement']:.3f}"
+        rows.append((name, size, *shown))
+    header = ("weights", "MB", "perplexity", "divergence, nats", "its 99%", "same first choice")
+    texts = ", ".join(text["name"].removesuffix(".txt") for text in found["texts"])
+    calibrated = f"; calibrated on {len(found['calibration'])} other texts" if found["calibration"] else ""
+    used = f"{found['windows']} windows of {found['length']} tokens of each of {texts}{calibrated}"
+    return f"{markdown_table(header, rows)}\n{found['model']['name']}, {used}; {found['device']}.\n"
 
 
 def int4_times(record: Path = EVIDENCE / "h100-int4.json") -> str:
@@ -192,7 +197,7 @@ def attention_error() -> str:
 TABLES = {
     "make tables": matrix,
     "python docs/tables.py exact": exact_cost,
-    "python docs/tables.py int4": int4_error,
+    "python docs/tables.py accuracy": accuracy,
     "python docs/tables.py int4-times": int4_times,
     "python docs/tables.py vllm": vllm_times,
     "python docs/tables.py vllm-engines": vllm_engines,

@@ -48,6 +48,7 @@ ORDER = (
     "torch.distributed",
     "torch.hf",
     "torch.certification",
+    "torch.evaluation",
     "torch.int4",
     "torch.transformers",
     "torch.peft",

@@ -64,6 +64,11 @@ COMMANDS = {
         "Show that a model has the same bits in every way.",
         "certify qwen3 --plain  # needs transformers",
     ),
+    "evaluate": Command(
+        "studies.evaluate:run",
+        "Measure a quantized model against its reference.",
+        "evaluate model --text speech.txt --quantize '{}'  # needs transformers",
+    ),
     "compile": Command(
         "ship.compile:run",
         "Fill the cache of compiled kernels ahead of time.",

@@ -15,6 +15,7 @@ from skuda.torch import moved
 from skuda.torch.certification.certificate import Certificate, certify
 from skuda.torch.convert.calibration import Calibration, calibrate
 from skuda.torch.convert.dequantize import Dequantization, dequantize_
+from skuda.torch.convert.fold import Folding, fold_
 from skuda.torch.convert.preparation import prepare
 from skuda.torch.convert.quantize import Config, Dynamic, Report, quantize_
 from skuda.torch.convert.smoothing import SmoothDynamic, SmoothStatic
@@ -22,6 +23,7 @@ from skuda.torch.convert.update import update_
 from skuda.torch.distributed.group import TorchGroup
 from skuda.torch.distributed.parallelize import Parallelization, parallelize_
 from skuda.torch.distributed.sharded_linear import ColumnLinear, RowLinear
+from skuda.torch.evaluation.comparison import Comparison, compare
 from skuda.torch.fuse.fuse import Fusion, fuse_
 from skuda.torch.fuse.graph import fuse_graph, fused_backend, graph_pass
 from skuda.torch.hf import hooks as _hooks  # noqa: F401  it listens to changes of models
@@ -37,12 +39,14 @@ __all__ = [
     "Certificate",
     "CodesLinear",
     "ColumnLinear",
+    "Comparison",
     "Config",
     "Dequantization",
     "Dynamic",
     "DynamicLinear",
     "FakeQuant",
     "FakeQuantLinear",
+    "Folding",
     "Fusion",
     "Int8Linear",
     "Mixed",
@@ -57,8 +61,10 @@ __all__ = [
     "TorchGroup",
     "calibrate",
     "certify",
+    "compare",
     "dequantize_",
     "fake_quantize",
+    "fold_",
     "frozen_linear",
     "fuse_",
     "fuse_graph",

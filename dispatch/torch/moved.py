@@ -11,7 +11,7 @@ from types import ModuleType
 
 _ROOMS = {
     "ops": ("dtypes", "tensor_op", "registering", "derivatives", "inductor", "sampling"),
-    "linear": ("autograd", "coded", "dequantized_weight", "int8_linear", "joined", "nonfinite"),
+    "linear": ("autograd", "dequantized_weight", "int8_linear", "joined"),
     "models": ("source", "replaceable_layers"),
     "fuse": ("fused_modules", "patterns", "graph"),
     "convert": ("calibration", "smoothing", "quantize", "dequantize", "update", "preparation"),

@@ -57,6 +57,7 @@ def blocks_of(page, text=None):
 
 
 NEEDS = {
+    "docs/accuracy.md": ("torch", "transformers"),
     "docs/attention.md": ("torch", "transformers"),
     "docs/exact.md": ("torch", "transformers"),
     "docs/format.md": ("torch",),

@@ -22,7 +22,7 @@ from skuda.torch import (
     quantize_,
     save,
 )
-from skuda.torch.linear.nonfinite import propagates, propagating
+from skuda.torch.linear.int8_linear import propagates, propagating
 
 VALUES = (np.nan, np.inf, -np.inf)
 K = 24

@@ -33,7 +33,7 @@ from skuda.torch.convert.update import update_
 from skuda.torch.distributed.digest import sums
 from skuda.torch.hf.scheme import Scheme
 from skuda.torch.int4 import int4_linear
-from skuda.torch.linear.nonfinite import propagating
+from skuda.torch.linear.int8_linear import propagating
 
 
 @pytest.fixture(scope="module")

@@ -587,7 +587,7 @@ def test_attributes_of_a_layer_are_kept():
     assert type(model.head) is DynamicLinear
     assert model.head.mark is mark
     assert model.head._own == 3
-    assert not hasattr(model.head, "activation")
+    assert not hasattr(model.head, "learn_scale")
     assert not hasattr(model.block[0], "mark")
 
 

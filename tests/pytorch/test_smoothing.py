@@ -36,7 +36,7 @@ from skuda.torch.convert.dequantize import float_linear
 from skuda.torch.convert.smoothing import ALPHAS
 from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.int4 import int4_weight
-from skuda.torch.linear.nonfinite import propagates
+from skuda.torch.linear.int8_linear import propagates
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = (None, 32, 64, 128, 0)

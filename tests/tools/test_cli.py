@@ -62,7 +62,7 @@ def test_every_example_runs(skuda, name, tmp_path, monkeypatch):
 
 
 def test_what_needs_a_gpu_is_marked_and_parses():
-    assert {name for name in EXAMPLES if name not in RUN} <= {"bench", "bench-model", "tune", "certify"}
+    assert {name for name in EXAMPLES if name not in RUN} <= {"bench", "bench-model", "tune", "certify", "evaluate"}
     for name in set(EXAMPLES) - set(RUN):
         words = shlex.split(EXAMPLES[name], comments=True)[2:]
         assert loaded(name).make_context(name, words)

@@ -31,6 +31,7 @@ COMMANDS = {
     "bench-model": ("bench-model", "--help"),
     "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
     "certify": ("certify", "nowhere", "--device", "host"),
+    "evaluate": ("evaluate", "nowhere", "--text", "problems.json", "--quantize", "{}"),
     "compile": ("compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "bundle": ("bundle", "bundle", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "lock": ("lock", "--descriptors", "problems.json", "--device", "cpu", "--output", "-"),
@@ -46,6 +47,7 @@ COMMANDS = {
 }
 SILENT = {
     "certify",
+    "evaluate",
     "compile",
     "bundle",
     "cache ls",
@@ -252,6 +254,8 @@ PLACES = (
     "compile --arch @",
     "certify @ --device host",
     "certify qwen3 --device @",
+    "evaluate @ --text @ --quantize {}",
+    "evaluate . --text @ --quantize @",
     "@",
 )
 

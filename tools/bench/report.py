@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
-from rich.text import Text
-
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.bench.record import OURS, BenchRecord, CaseResult
 from skuda.tools.frame.view import Facts, Parts, Sections, Table
@@ -65,13 +63,13 @@ def _cases(title: str, cases: Sequence[CaseResult], record: BenchRecord) -> Part
     for case in cases:
         kernel = ".".join(case.sku.split(".")[-2:]) + (" (stale)" if case.stale(registry) else "")
         us = case.times.get(OURS)
-        what = Text("refused", style="bold red") if us is None else f"{us:.{int(us < 1000)}f}"
+        what = "refused" if us is None else f"{us:.{int(us < 1000)}f}"
         ratios = (ratio(case.ratios.get(name)) for name in names)
         rate, share = _rate(case), _share(case, record)
         rows.append((case.size, case.element, what, rate, share, *ratios, kernel))
     headings = ("shape", "element", "us", "rate", "of ceiling", *(f"x {name}" for name in names), "kernel")
-    table = Table(headings, rows, title, words=2, extra=len(names) + 1)
-    wrong = [Text(f"{case.label}: {case.refused}", style="red") for case in cases if case.refused]
+    table = Table(headings, rows, title)
+    wrong = [f"{case.label}: {case.refused}" for case in cases if case.refused]
     return (table, *wrong, *_refusals(cases, record.absent))
 
 
@@ -90,11 +88,9 @@ def _share(case: CaseResult, record: BenchRecord) -> str:
     return f"{least / case.timing.median:.0%}" if least and case.timing else ""
 
 
-def ratio(value: float | None) -> Text:
-    """Format a time over ours: green if ours is faster; a dash stands for None."""
-    if value is None:
-        return Text("-", style="dim")
-    return Text(f"{value:.{2 if value < 100 else 0}f}", style="green" if value >= 1 else "red")
+def ratio(value: float | None) -> str:
+    """Format a time over ours; a dash stands for None."""
+    return "-" if value is None else f"{value:.{2 if value < 100 else 0}f}"
 
 
 def _figure(value: float) -> str:
@@ -102,7 +98,7 @@ def _figure(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-3 else f"{value:.1g}"
 
 
-def _refusals(cases: Sequence[CaseResult], absent: Collection[str]) -> list[Text]:
+def _refusals(cases: Sequence[CaseResult], absent: Collection[str]) -> list[str]:
     """Return a line for each reason for which rivals refused cases; rivals in `absent` are left out."""
     found: dict[tuple[str, str], list[str]] = {}
     for case in cases:
@@ -113,7 +109,7 @@ def _refusals(cases: Sequence[CaseResult], absent: Collection[str]) -> list[Text
         (name, words(where) if len(where) <= 3 else count(len(where), "case"), why)
         for (name, why), where in found.items()
     )
-    return [Text(f"{name} refuses {where}: {why}", style="yellow") for name, where, why in named]
+    return [f"{name} refuses {where}: {why}" for name, where, why in named]
 
 
 def _means(record: BenchRecord) -> Parts:
@@ -126,7 +122,7 @@ def _means(record: BenchRecord) -> Parts:
             classes = ([each for m, each in found if low <= m <= high] for low, high in _ROWS.values())
             rows.append((title, f"x {name}", *map(_mean, classes)))
     about = "x NAME is the time of a rival over ours: above 1, ours is faster. In brackets: the lowest of how many."
-    return (Table(("op", "geometric mean", *_ROWS), rows, "Geometric means", words=2), about) if rows else ()
+    return (Table(("op", "geometric mean", *_ROWS), rows, "Geometric means"), about) if rows else ()
 
 
 def _mean(ratios: Sequence[float]) -> str:
@@ -177,4 +173,4 @@ def compared(record: BenchRecord, what: str) -> tuple[list[CaseResult], list[str
 
 def _by_rows(cases: Sequence[CaseResult], names: Sequence[str]) -> Parts:
     rows = [(case.shape[0], *(f"{case.times[n]:.1f}" if n in case.times else "-" for n in names)) for case in cases]
-    return (Table(("M", *(f"{name}, us" for name in names)), rows, words=0),) if rows else ()
+    return (Table(("M", *(f"{name}, us" for name in names)), rows),) if rows else ()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from skuda.dispatch import Dispatcher, Tuning
 from skuda.dispatch.select.tuning import MARGIN, Candidate, TuningEntry
@@ -208,8 +207,8 @@ def _report(entry: TuningEntry) -> Parts:
     ordered, rows = _ordered(entry), []
     kept = [one for at, one in enumerate(ordered) if at < _SHOWN or one.refused]
     for one in kept:
-        kernel = Text(" ".join(one.sku.split(".")[-3:]) + (f": {one.choice}" if one.choice else ""))
-        kernel.append(f"\n{one.refused}" if one.refused else "", style="yellow")
+        kernel = " ".join(one.sku.split(".")[-3:]) + (f": {one.choice}" if one.choice else "")
+        kernel += f" {one.refused}" if one.refused else ""
         times = (one.timing.median, one.timing.p10, one.timing.p90) if one.timing else ()
         rows.append((kernel, *(f"{us:.1f}" for us in times), *("-" for _ in range(3 - len(times)))))
     how = f", one of {entry.layers} launches in a graph" if entry.layers > 1 else ""

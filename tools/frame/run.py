@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
@@ -15,10 +16,10 @@ from typing import Any, Generic, TypeVar
 
 from skuda.dispatch.select.environment import driver_version, skuda_version, versions
 from skuda.registry.device import Device
-from skuda.registry.errors import InvalidProblem, SkudaError
+from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.tools.files import check
 from skuda.tools.frame.record import Record
-from skuda.tools.frame.view import Sections, markdown, show
+from skuda.tools.frame.view import Sections, markdown
 from skuda.tools.output import progress, refuse, split, stdout, tell
 
 _PACKAGES = ("numpy", "torch", "triton", "torchao")
@@ -106,6 +107,13 @@ class Study(Generic[_Kind]):
         return self.record.parse(record.text())
 
 
+def need(*names: str) -> None:
+    """Raise `MissingDependency` for a package that is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise MissingDependency(f"{name}, with which this measures,", f"pip install {name}")
+
+
 def silent(_done: int, _total: int, _what: str) -> None:
     """Report no progress."""
 
@@ -121,10 +129,8 @@ def shown(
         sys.stdout.write(markdown(sections.get(section, together)))
     elif as_json:
         sys.stdout.write(text)
-    elif stdout().is_terminal:
-        show(stdout(), together)
     else:
-        sys.stdout.write(markdown(together))
+        sys.stdout.write(markdown(together, padded=stdout().is_terminal))
 
 
 def fresh_seed() -> int:

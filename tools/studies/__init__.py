@@ -1,1 +1,1 @@
-"""What `bench-model` and `certify` measure."""
+"""What `bench-model`, `certify` and `evaluate` measure."""

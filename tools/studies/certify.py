@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -16,10 +15,10 @@ from typing import Annotated, Any
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.environment import versions
 from skuda.dispatch.system.writing import write_whole
-from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
+from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line
 from skuda.tools.files import check
-from skuda.tools.frame.run import NoDevice, fresh_seed, silent
+from skuda.tools.frame.run import NoDevice, fresh_seed, need, silent
 from skuda.tools.options import Json, Number, Output, Seed, argument, flag, number, option
 from skuda.tools.output import progress, refuse, stdout, tell
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
@@ -68,9 +67,7 @@ def run(
         check("certify", "--output", output)
     if device not in _WHERE:
         refuse("certify", "--device", device, _WHERE)
-    for name in ("torch", "transformers"):
-        if find_spec(name) is None:
-            raise MissingDependency(f"{name}, whose models this certifies,", f"pip install {name}")
+    need("torch", "transformers")
     import torch
 
     from skuda.torch.certification.certificate import certify

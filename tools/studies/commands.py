@@ -6,13 +6,12 @@ What needs torch is imported when a command measures, so that a record can be sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 from skuda.dispatch import Dispatcher
 from skuda.registry.device import HOST
-from skuda.registry.errors import InvalidProblem, MissingDependency
-from skuda.tools.frame.run import Findings, NoDevice, Study, given
+from skuda.registry.errors import InvalidProblem
+from skuda.tools.frame.run import Findings, NoDevice, Study, given, need
 from skuda.tools.options import Json, Markdown, Number, Output, Repeats, Seed, Show, Words, flag, number, option
 from skuda.tools.output import Report, chosen, split
 from skuda.tools.studies import model
@@ -55,7 +54,7 @@ def measure_model(
     both = (decode, prefill) if decode or prefill else (("1,16,64",), ("2048,8192",))
     phases: list[tuple[model.Phase, int, int]] = [("decode", m, cache) for m in _rows("--decode", both[0])]
     phases += [("prefill", m, m) for m in _rows("--prefill", both[1], least=2)]
-    _need_torch()
+    need("torch")
     from skuda.tools.studies.model_bench import FORMS, bench
 
     names = chosen("bench-model", "--ways", ways, [form.name for form in FORMS])
@@ -70,7 +69,7 @@ def _shared(
 ) -> Findings:
     """Compare and time a gated MLP that ranks share."""
     numbers = _rows("--rows", rows or ("1,2,3,16,128,2048,8192",))
-    _need_torch()
+    need("torch")
     device, backend = place_of_ranks(ranks, cpu=cpu)
     from skuda.tools.studies import parallel_rank
 
@@ -87,11 +86,6 @@ def _rows(name: str, texts: Sequence[str], least: int = 1) -> tuple[int, ...]:
         if not text.isdecimal() or int(text) < least:
             raise InvalidProblem("bench-model", name, text, f"be integers from {least}, separated by commas")
     return tuple(map(int, split(texts)))
-
-
-def _need_torch() -> None:
-    if find_spec("torch") is None:
-        raise MissingDependency("torch, with which this measures,", "pip install torch")
 
 
 MODEL = Study(model.ModelRecord, measure_model, model.sections)

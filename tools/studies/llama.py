@@ -8,14 +8,11 @@ on how a compiler computes a cosine.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's name
-
-from skuda.kernels.attention.cache import PAGE, column_of
-from skuda.torch.ops.dtypes import element_of
 
 Cache = tuple[Tensor, Tensor]
 """Keys and values, of shape (sequences, key and value heads, positions, head size)."""
@@ -67,44 +64,6 @@ class LlamaAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).reshape(*input_shape, -1)), None
 
 
-class PagedCache(NamedTuple):
-    """An int8 cache of one layer, as `skuda.kernels.attention.cache` defines it."""
-
-    block_table: Tensor
-    lengths: Tensor
-    starts: Tensor
-    k_codes: Tensor
-    k_scale: Tensor
-    v_codes: Tensor
-    v_scale: Tensor
-    cos_sin: Tensor
-
-
-class Int8LlamaAttention(LlamaAttention):
-    """The same over an int8 cache, with the same bits in any batch and split."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        angles: Angles,  # noqa: ARG002  the cache has them
-        cache: PagedCache,
-        positions: Tensor | None,  # noqa: ARG002
-    ) -> tuple[Tensor, None]:
-        """Return the output, of the shape of the input, and nothing in the place of the attention's weights."""
-        shape = hidden_states.shape[:-1]
-        q, k = self.q_proj(hidden_states).flatten(0, -2), self.k_proj(hidden_states).flatten(0, -2)
-        v = self.v_proj(hidden_states).flatten(0, -2)
-        *arrays, cos_sin = cache
-        codes = torch.ops.skuda.rope_quantize_append(
-            q, k, v, cos_sin, *arrays, heads=q.shape[1] // self.head_dim, rotary_layout="half"
-        )
-        keys, element = (*arrays[3:], *arrays[:3]), str(element_of(q.dtype))
-        (found,) = torch.ops.skuda.attention(
-            *codes, *keys, scale=self.head_dim**-0.5, causal=True, output_element=element
-        )
-        return self.o_proj(found.view(*shape, -1)), None
-
-
 class LlamaMLP(nn.Module):
     """The gated feed-forward layer."""
 
@@ -134,7 +93,7 @@ class LlamaLayer(nn.Module):
         self,
         hidden_states: Tensor,
         angles: Angles | None = None,
-        cache: Cache | PagedCache | None = None,
+        cache: Cache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Return the output, of the shape of the input."""
@@ -160,7 +119,7 @@ class LlamaStack(nn.Module):
         self,
         hidden_states: Tensor,
         angles: Angles,
-        caches: tuple[Cache | PagedCache, ...] = (),
+        caches: tuple[Cache, ...] = (),
         positions: Tensor | None = None,
     ) -> Tensor:
         """Return the output, of the shape of the input.
@@ -213,32 +172,6 @@ def random_caches(sizes: LlamaSizes, sequences: int, positions: int, like: Tenso
         return like.new_empty(shape).normal_(generator=generator)
 
     return tuple((drawn(), drawn()) for _ in range(sizes.layers))
-
-
-def paged(sizes: LlamaSizes, caches: tuple[Cache, ...], new: int) -> tuple[PagedCache, ...]:
-    """Return int8 caches of the same keys and values, whose last `new` positions are those of the inputs."""
-    sequences, kv_heads, length, size = caches[0][0].shape
-    blocks, place = -(-length // PAGE), caches[0][0].device
-
-    def s32(*numbers: Any) -> Tensor:
-        return torch.arange(*numbers, dtype=torch.int32, device=place)
-
-    def coded(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = F.pad(x.float(), (0, 0, 0, blocks * PAGE - length)).view(sequences, kv_heads, blocks, PAGE, size)
-        scale = x.abs().amax(-1, keepdim=True) / 127
-        codes = (x / torch.where(scale == 0, 1, scale)).round().to(torch.int8).transpose(1, 2).flatten(0, 1)
-        return codes.contiguous(), scale.squeeze(-1).transpose(1, 2).flatten(0, 1).contiguous()
-
-    angles = angles_of(sizes, torch.arange(length, device=place))
-    cos_sin = torch.cat([part.float()[:, : size // 2] for part in angles], 1)
-    tables = s32(sequences * blocks).view(sequences, blocks), s32(sequences) * 0 + length, s32(sequences + 1) * new
-    made = []
-    for keys, values in caches:
-        codes, scale = coded(values)
-        columns = torch.empty_like(codes)
-        columns[:, :, column_of(torch.arange(PAGE, device=place))] = codes
-        made.append(PagedCache(*tables, *coded(keys), columns.transpose(2, 3).contiguous(), scale, cos_sin))
-    return tuple(made)
 
 
 def _rotated(heads: Tensor, angles: Angles) -> Tensor:

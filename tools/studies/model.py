@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
-from rich.text import Text
 
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.value import Real, Size, Value
@@ -21,10 +20,6 @@ RANKED |= {INT8_ONE: "DynamicLinear and fuse_, on one rank", INT8_ALL: "the same
 REAL, OURS = ("bf16", "bf16 compiled"), ("skuda", "skuda compiled")
 """Names of the forms that quantize nothing, and of ours with torch's attention."""
 LLAMA_3_70B = {"hidden": 8192, "intermediate": 28672}
-INT8_ATTENTION = "skuda int8 attention"
-"""The name of the form whose attention is ours, too."""
-INT4 = "skuda int4, int8 attention"
-"""The same with weights of 4 bits."""
 
 
 class FormResult(Value):
@@ -139,15 +134,14 @@ def _phases(record: ModelRecord) -> Parts:
     """Return the microseconds of a layer by phase and form, with the ratio to the fastest of ours, and the gain."""
     names, layers, rows = list(record.computes), record.sizes.get("layers", 1), []
     for phase in record.phases:
-        missing = Text("wrong", style="bold red") if phase.wrong else Text("-", style="dim")
+        missing = "wrong" if phase.wrong else "-"
         times, ratios = phase.times, phase.ratios
         cells = [f"{times[n] / layers:.1f} ({ratios[n]:.2f})" if n in ratios else missing for n in names]
         rows.append((phase.phase, phase.rows, phase.cache, "-" if phase.gain is None else f"{phase.gain:.2f}", *cells))
     if record.ranks:
-        table = Table(("M", *names), [(row[1], *row[4:]) for row in rows], words=0)
-        wrong = (Text(line, style="red") for line in record.wrong)
-        return table, f"Microseconds, and in brackets over {INT8_ALL}.", *wrong
-    table = Table(("phase", "M", "cache", "gain", *names), rows, extra=len(names))
+        table = Table(("M", *names), [(row[1], *row[4:]) for row in rows])
+        return table, f"Microseconds, and in brackets over {INT8_ALL}.", *record.wrong
+    table = Table(("phase", "M", "cache", "gain", *names), rows)
     about = (
         "Microseconds of a layer, and in brackets over the fastest of ours with torch's attention; "
         "gain: the faster of bf16 over that."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,8 @@ from skuda.tools.bench.rival import Rival
 from skuda.tools.bench.rivals import TORCHAO_COMPILED, absence, torchao_linear
 from skuda.tools.bench.timing import error_line, rounds_each, time_interleaved
 from skuda.tools.output import Report
-from skuda.tools.studies.llama import (
-    Int8LlamaAttention,
-    LlamaSizes,
-    LlamaStack,
-    angles_of,
-    drawn,
-    paged,
-    random_caches,
-)
-from skuda.tools.studies.model import INT4, INT8_ATTENTION, FormResult, Phase, PhaseResult
+from skuda.tools.studies.llama import LlamaSizes, LlamaStack, angles_of, drawn, random_caches
+from skuda.tools.studies.model import FormResult, Phase, PhaseResult
 from skuda.torch import Dynamic, fuse_, quantize_
 
 _BUDGET = 4.0
@@ -42,15 +34,15 @@ class StackForm(NamedTuple):
     """One form of the stack: the heading of its column, and what it is.
 
     `make` takes the stack in bf16, which it must not change, and returns a module that is called like it. `compiled`
-    are the arguments of `torch.compile`, if it is compiled. Forms of ours of the same kind have equal bits. `needs` is
-    the module that it needs besides torch.
+    are the arguments of `torch.compile`, if it is compiled. Forms of ours have equal bits. `needs` is a module that it
+    needs besides torch.
     """
 
     name: str
     computes: str
     make: Callable[[LlamaStack], Any]
     compiled: Mapping[str, Any] | None = None
-    ours: Literal["", "float attention", "int8 attention", "int4"] = ""
+    ours: bool = False
     needs: str = ""
 
 
@@ -61,42 +53,21 @@ def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
     return copy.deepcopy(stack, {id(linear): convert(linear) for linear in linears})
 
 
-def fused(module: Any, scheme: Dynamic = Dynamic()) -> Any:  # noqa: B008  a value
+def fused(module: Any) -> Any:
     """Return a quantized copy, whose norms and gated activations write codes; raise if one does not."""
     made = copy.deepcopy(module)
-    quantize_(made, scheme)
+    quantize_(made, Dynamic())
     left = fuse_(made).left
     if left:
         raise RuntimeError(f"not fused: {left}")
     return made
 
 
-def _with_int8_attention(stack: LlamaStack, scheme: Dynamic = Dynamic()) -> Any:  # noqa: B008  a value
-    made = copy.deepcopy(stack)
-    for layer in made.layers:
-        layer.self_attn.__class__ = Int8LlamaAttention
-    return fused(made, scheme)
-
-
 FORMS = (
     StackForm("bf16", "nothing quantized, eager", lambda stack: stack),
     StackForm("bf16 compiled", "nothing quantized, torch.compile", lambda stack: stack, {"dynamic": False}),
-    StackForm("skuda", "DynamicLinear and fuse_, eager", fused, ours="float attention"),
-    StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", fused, EXACT, ours="float attention"),
-    StackForm(
-        INT8_ATTENTION,
-        "DynamicLinear, fuse_, and attention over an int8 cache, torch.compile",
-        _with_int8_attention,
-        EXACT,
-        ours="int8 attention",
-    ),
-    StackForm(
-        INT4,
-        "the same, with weights of 4 bits in groups of 128",
-        partial(_with_int8_attention, scheme=Dynamic(weights="int4")),
-        EXACT,
-        ours="int4",
-    ),
+    StackForm("skuda", "DynamicLinear and fuse_, eager", fused, ours=True),
+    StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", fused, EXACT, ours=True),
     StackForm(
         "torchao",
         "Int8DynamicActivationInt8WeightConfig, torch.compile",
@@ -178,9 +149,7 @@ class Stacks:
         wrong = next(
             (f"{form.name}: {failed[form.name]}" for form in self.forms if form.ours and form.name in failed), ""
         )
-        for kind in dict.fromkeys(form.ours for form in self.forms if form.ours):
-            alike = {form.name: runs[form.name] for form in self.forms if form.ours == kind and not wrong}
-            wrong = wrong or self._differences(alike, renew)
+        wrong = wrong or self._differences({form.name: runs[form.name] for form in self.forms if form.ours}, renew)
         results = {name: FormResult(name=name, refused=why) for name, why in (self.absent | failed).items()}
         if not wrong:
             results |= self._timed(runs, repeats)
@@ -206,11 +175,10 @@ class Stacks:
             if form.compiled is not None:
                 module = torch.compile(module, **form.compiled)
             try:
-                held = caches if form.ours in ("", "float attention") else paged(self.sizes, caches, new)
                 if form.ours and given.is_cuda and new == 1:
                     # For one query, cuDNN, torch's own choice, gives other bits from call to call.
                     module = partial(_with_flash, module)
-                runs[form.name] = Run.of(self.lab, module, given, angles, held, positions)
+                runs[form.name] = Run.of(self.lab, module, given, angles, caches, positions)
             except Exception as error:  # noqa: BLE001  foreign code, and too little memory; it is recorded
                 failed[form.name] = error_line(error)
         return runs, failed

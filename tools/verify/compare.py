@@ -12,11 +12,8 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.sku import KernelSku
 from skuda.tools.verify.placement import is_float
-from skuda.tools.verify.problems import axes_of
 
 Array = npt.NDArray[Any]
-_SHOWN = 4
-"""Values of a range of inputs that are shown."""
 
 
 class Broken(Exception):
@@ -117,41 +114,3 @@ def element_text(array: Array, at: tuple[int, ...]) -> str:
     """Return an element's value and its bits in hexadecimal."""
     width = 2 * array.dtype.itemsize
     return f"{array[at]} (0x{int(bits_of(array)[at]):0{width}x})"
-
-
-def inputs_at(
-    problem: Descriptor, inputs: Mapping[str, Any], output: Array, name: str, at: tuple[int, ...]
-) -> tuple[str, ...]:
-    """Return the inputs that an element of an output depends on, each as ``name[index] = value``.
-
-    An axis of an input that has no counterpart in the output, such as K of a product, is shown as a range.
-    """
-    lines = []
-    for argument in problem.arguments():
-        value = inputs.get(argument.name)
-        if isinstance(value, np.ndarray) and value.size > 1:
-            where: list[Any] = [slice(None)] * value.ndim
-            for axis, extent in enumerate(value.shape):
-                related = [axes for axes in axes_of(problem).values() if (argument.name, axis) in axes]
-                same = [j for j in range(output.ndim) if any((name, j) in axes for axes in related)]
-                if argument.flat and value.ndim == output.ndim:
-                    same = [axis]
-                if same:  # packed codes, and groups that share a scale, have fewer elements on the axis
-                    where[axis] = at[same[0]] * extent // output.shape[same[0]]
-            index = ", ".join(":" if isinstance(i, slice) else str(i) for i in where)
-            part = value[tuple(where)]
-            lines.append(
-                f"{argument.name}[{index}] = {_ranged(part) if part.ndim else element_text(value, tuple(where))}"
-            )
-        elif value is not None:
-            lines.append(f"{argument.name} = {value}")
-    return tuple(lines)
-
-
-def _ranged(values: Array) -> str:
-    """Return the first values of an array, how many there are, and their range."""
-    wide = values.reshape(-1).astype(np.float64)
-    first = ", ".join(str(value) for value in values.reshape(-1)[:_SHOWN])
-    if wide.size <= _SHOWN:
-        return f"[{first}]"
-    return f"[{first}, ...], {wide.size} values from {np.fmin.reduce(wide):g} to {np.fmax.reduce(wide):g}"

@@ -39,8 +39,8 @@ _OWN = ("sku", "source_hash", "cases", "runs", "outputs", "machine_code", "launc
 class Failure(Value):
     """A check that failed: on which case, at which stored element, and in which layouts.
 
-    `case` is -1 where the failure is of no case, and `problem` is JSON. `got` and `want` are values with their bits,
-    and `inputs` those that they depend on. `more` other cases fail, too.
+    `case` is -1 where the failure is of no case, and `problem` is JSON. `got` and `want` are values with their bits.
+    `more` other cases fail, too.
     """
 
     check: str
@@ -53,7 +53,6 @@ class Failure(Value):
     got: str = ""
     want: str = ""
     message: str = ""
-    inputs: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
     fails: tuple[str, ...] = ()
     more: Size = 0
@@ -69,7 +68,6 @@ class Failure(Value):
     def lines(self) -> tuple[str, ...]:
         """Return a full description."""
         found = [self.describe(), self.problem and f"problem: {self.problem}"]
-        found += [f"input: {each}" for each in self.inputs]
         if self.passes and self.fails:
             found.append(f"layouts: {', '.join(self.passes)} pass; {', '.join(self.fails)} fail")
         if self.more:

@@ -25,7 +25,7 @@ from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
 from skuda.tools.ship.cubins import Wanted, cubins_of
 from skuda.tools.verify.batches import batches_of, poisoned
-from skuda.tools.verify.compare import Broken, NotRun, allowed_ulps, bits_of, compare, difference, inputs_at
+from skuda.tools.verify.compare import Broken, NotRun, allowed_ulps, bits_of, compare, difference
 from skuda.tools.verify.evidence import Failure
 from skuda.tools.verify.placement import LAYOUTS, Layout, PlacedArguments, Placement
 from skuda.tools.verify.problems import Numbered, cases_of
@@ -247,10 +247,8 @@ class Trial:
         """Record a failure: the first one of each check, with the number of other cases that fail it."""
         found, case = {"check": check, **broken.fields, **fields}, -1
         if example is not None:
-            name, at, problem, case = found.get("output", ""), found.get("at"), example.case.problem, example.number
-            if at is not None and name in example.want:
-                found["inputs"] = inputs_at(problem, example.drawn.inputs, example.want[name], name, at)
-            found |= {"case": case, "problem": problem.model_dump_json(), "values": example.case.values}
+            case = example.number
+            found |= {"case": case, "problem": example.case.problem.model_dump_json(), "values": example.case.values}
         check = found["check"]
         first = self.failures.setdefault(check, Failure(**found))
         if case not in self._failing.setdefault(check, {case}):

@@ -80,6 +80,8 @@ class Calibration:
         Layers without maxima, and why.
     complete : bool
         Whether the block has ended without an exception.
+    folded : bool
+        Whether the model was folded after it ran; see `fold_`.
     """
 
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class Calibration:
     not_folded: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     complete: bool = False
+    folded: bool = False
 
     def __repr__(self) -> str:
         return f"Calibration({len(self.maxima)} layers, {len(self.norms)} norms, complete={self.complete})"

@@ -13,7 +13,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.fuse.fused_modules import Fused
 from skuda.torch.linear.dequantized_weight import weight_of
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
+from skuda.torch.linear.int8_linear import WHOLE, Int8Linear, described_as
 from skuda.torch.linear.joined import JoinedLinear, Part
 from skuda.torch.models.replaceable_layers import changed, check_model, has_adapters, hooked, table
 from skuda.torch.training.layers import FakeQuantLinear, MixedLinear
@@ -122,10 +122,9 @@ def _check(name: str, layer: nn.Module) -> None:
     if not name:
         rule = "contain the layer, as nn.Sequential(layer) does"
         raise InvalidProblem("dequantize_", "model", f"a {type(layer).__name__} itself", rule)
-    if isinstance(layer, Int8Linear) and layer.sharded:
+    if isinstance(layer, Int8Linear) and layer.split is not None:
         _refuse(name, layer, "be a whole layer: use skuda.torch.save, and load_ the checkpoint into a whole model")
-    kind = getattr(layer, "stored_as", type(layer))
-    if kind not in (DynamicLinear, SmoothedLinear, StaticLinear, Part, *_TRAINED):
+    if described_as(layer) not in (*WHOLE, Part, *_TRAINED):
         _refuse(name, layer, "be a DynamicLinear or a StaticLinear: what this class computes has no known float form")
     if hooked(layer) or "forward" in vars(layer):
         _refuse(name, layer, "have no hooks and its own forward, which would be lost: remove them first")

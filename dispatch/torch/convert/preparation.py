@@ -16,7 +16,7 @@ from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.fuse.fused_modules import Fused
-from skuda.torch.linear.int8_linear import CodesLinear, Int8Linear
+from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.models.replaceable_layers import check_count, check_model
 
 _log = logging.getLogger("skuda.compile")
@@ -72,8 +72,9 @@ def prepare(
     with torch.no_grad(), default_dispatcher().recorded() as seen:
         for name, layer in layers.items():
             for count in counts:
-                given = torch.int8 if isinstance(layer, CodesLinear) else dtype
-                zeros = torch.zeros(count, layer.in_features, dtype=given, device=layer.weight.device)
+                zeros = torch.zeros(
+                    count, layer.in_features, dtype=layer.activation.takes or dtype, device=layer.weight.device
+                )
                 layer(zeros)
                 planned[name][count] = str(layer.explain(zeros).chosen)
         for module in model.modules():

@@ -11,11 +11,15 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
+from skuda.torch.convert.calibration import Calibration
+from skuda.torch.convert.fold import fold_
+from skuda.torch.convert.smoothing import check_calibration
 from skuda.torch.formats import INT8, Quantizer, quantizer
+from skuda.torch.formats.feedback import Moments
 from skuda.torch.formats.int4 import per_row_text
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear
+from skuda.torch.linear.activation import Nonfinite, check_nonfinite
+from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, kind_of, propagating
 from skuda.torch.linear.joined import Part, int8_layers
-from skuda.torch.linear.nonfinite import Nonfinite, check_nonfinite, kind_of, propagating
 from skuda.torch.models.replaceable_layers import (
     ALREADY,
     NOT_SELECTED,
@@ -74,6 +78,10 @@ class Dynamic:
     symmetric : bool
         For ``"int4"``, whether levels are -8 to 7 times a scale, with a larger error. `save` then writes the format of
         other projects, if `group_size` divides all K.
+    calibration : Calibration, optional
+        A calibration of the model. The model is then folded first (see `fold_`), unless it is one of a folded model:
+        for 8 bits with alpha 0.6, for 4 bits with 0.5 and without gates. Weights of 4 bits are those of
+        `skuda.torch.int4.calibrated_weight`: a third of the divergence, with at least K rows of each layer's inputs.
 
     Raises
     ------
@@ -85,9 +93,15 @@ class Dynamic:
     weights: str = "int8"
     group_size: int = 128
     symmetric: bool = False
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
+        if self.calibration is not None:
+            check_calibration("Dynamic", self.calibration)
+            if self.symmetric:
+                rule = "be False with a calibration, whose levels have offsets"
+                raise InvalidProblem("Dynamic", "symmetric", "True", rule)
         _ = self.quantizer
 
     @property
@@ -95,17 +109,57 @@ class Dynamic:
         """What quantizes weights."""
         return quantizer("Dynamic", self.weights, self.group_size, symmetric=self.symmetric)
 
-    def convert(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  the protocol's
+    def together(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> Dynamic | _Calibrated:  # noqa: ARG002  the protocol's
+        """Return what converts the layers of a call of `quantize_`."""
+        return self if self.calibration is None else _Calibrated(self, model)
+
+    def convert(self, name: str, linear: nn.Linear, moments: Moments | None = None) -> nn.Module:  # noqa: ARG002  the protocol's
         """Return the int8 form of a layer; errors as `WeightFormat.quantize`."""
         trained: Callable[[], nn.Module] | None = getattr(linear, "to_int8", None)
         if trained is None:
-            made: nn.Module = DynamicLinear.from_linear(linear, self.quantizer)
+            made: nn.Module = DynamicLinear.from_linear(linear, self.quantizer._replace(moments=moments))
         elif self.quantizer.format != INT8:
             rule = "be no layer in training, which learned for 8 bits: use weights='int8'"
             raise InvalidProblem("Dynamic", f"weights={self.weights!r}", f"a {type(linear).__name__}", rule)
         else:
             made = trained()
         return propagating(made) if self.nonfinite == "propagate" else made
+
+
+class _Calibrated:
+    """`Dynamic` with a calibration, for one model."""
+
+    def __init__(self, config: Dynamic, model: nn.Module) -> None:
+        assert config.calibration is not None
+        self._config, self._calibration = config, config.calibration
+        self._wants = config.quantizer.format.calibrated
+        self._folded: Mapping[str, tuple[str, ...]] = {}
+        self.not_folded: Mapping[str, str] = {}
+        if not self._calibration.folded:
+            how: Any = {"alpha": 0.5, "gates": False} if self._wants else {}
+            done = fold_(model, self._calibration, **how, exact=False)
+            self._calibration, self._folded, self.not_folded = done.calibration, done.folded, done.not_folded
+        # Layers behind one norm have one input, and so one sample is enough.
+        shared = {name: names[0] for names in self._calibration.norms.values() for name in names}
+        self._first = {name: shared.get(name, name) for name in self._calibration.rows}
+        self._moments: tuple[str, Moments] | None = None
+
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
+        """Return the int8 form of a layer."""
+        return self._config.convert(name, linear, self._of(name, linear) if self._wants else None)
+
+    def _of(self, name: str, linear: nn.Linear) -> Moments:
+        first, calibration = self._first.get(name), self._calibration
+        if name in calibration.left or first is None:
+            had = calibration.left.get(name, f"no rows of {name}")
+            raise InvalidProblem("Dynamic", "calibration", had, "be of a run of the layer that kept rows")
+        if self._moments is None or self._moments[0] != first:
+            self._moments = first, Moments(calibration.rows[first].to(linear.weight.device))
+        return self._moments[1]
+
+    def fold(self, model: nn.Module, converted: Mapping[str, nn.Module]) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002  the protocol's
+        """Return the layers by the module that took over their factors."""
+        return self._folded
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ The arithmetic has the bits of `skuda.tools.smoothquant`, which documents the pr
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -20,16 +19,13 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.convert.calibration import Calibration
 from skuda.torch.formats import Quantizer, quantizer
-from skuda.torch.formats.int8 import Q_MAX
-from skuda.torch.linear.int8_linear import DynamicLinear, SmoothedLinear, StaticLinear
-from skuda.torch.linear.nonfinite import Nonfinite, check_nonfinite, propagating
+from skuda.torch.formats.int8 import CODES
+from skuda.torch.linear.activation import Nonfinite, check_nonfinite
+from skuda.torch.linear.int8_linear import Int8Linear, layer_of, propagating
 from skuda.torch.models.replaceable_layers import hooked
 
 ALPHAS = tuple(i / 20 for i in range(21))
 """The strengths that a search tries."""
-
-Smoothed = DynamicLinear | SmoothedLinear | StaticLinear
-"""What the configs make."""
 
 _MOST_CHANNELS = 4096
 """Number of output channels whose exact product in f64 is in memory at a time."""
@@ -44,6 +40,8 @@ class _Smooth:
     weights: str = "int8"
     group_size: int = 128
 
+    _static = False
+
     def __post_init__(self) -> None:
         subject = type(self).__name__
         _check(subject, self.calibration, self.alpha, self.fold)
@@ -55,7 +53,7 @@ class _Smooth:
         """What quantizes weights."""
         return quantizer(type(self).__name__, self.weights, self.group_size)
 
-    def convert(self, name: str, linear: nn.Linear) -> Smoothed:
+    def convert(self, name: str, linear: nn.Linear) -> Int8Linear:
         """Return the int8 form of one layer, which divides its own input.
 
         Raises
@@ -74,7 +72,12 @@ class _Smooth:
             not_folded |= self.calibration.not_folded
             for norm, names in self.calibration.norms.items():
                 others = [name for name in names if name not in linears]
-                reason = f"{others[0]} stays as it is" if others else _why_not(model, norm, linears[names[0]])
+                modules = dict(model.named_modules())
+                reason = f"{others[0]} stays as it is" if others else None
+                if not others and norm not in modules:
+                    reason = "there is no such module in this model"
+                elif not others:
+                    reason = not_proportional(modules[norm], linears[names[0]].in_features)
                 try:
                     smooth = None if reason else self._smooth({name: linears[name] for name in names})
                 except SkudaError as error:
@@ -87,11 +90,11 @@ class _Smooth:
                     not_folded[norm] = reason or "no smoothing has the least error"
         return _Smoothing(self, shared, norms, not_folded)
 
-    def _converted(self, name: str, linear: nn.Linear, smooth: Tensor | None) -> Smoothed:
+    def _converted(self, name: str, linear: nn.Linear, smooth: Tensor | None) -> Int8Linear:
         made = self._made(linear.weight, linear.bias, self._maxima(name, linear), smooth)
         return propagating(made) if self.nonfinite == "propagate" else made
 
-    def _made(self, weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: Tensor | None) -> Smoothed:
+    def _made(self, weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: Tensor | None) -> Int8Linear:
         """Quantize a layer whose inputs have these largest magnitudes."""
         weight, dtype = weight.detach(), weight.dtype
         if smooth is not None:
@@ -100,16 +103,9 @@ class _Smooth:
             maxima, weight = torch.ops.skuda.smooth(maxima, smooth), weight.float() * smooth
         if not bool(maxima.isfinite().all()):
             raise InvalidProblem(type(self).__name__, "maxima", "an infinity", "be finite after smoothing")
-        tensors = *self._quantized(weight), bias
-        return self._layer(*tensors, maxima=maxima, smooth=smooth, dtype=dtype, in_features=weight.shape[1])
-
-    def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and channel scales of a weight that has taken over factors."""
-        return self.quantizer(weight)
-
-    @abstractmethod
-    def _layer(self, *tensors: Any, maxima: Tensor, smooth: Tensor | None, **given: Any) -> Smoothed:
-        """Return the layer of a quantized weight, its scales and a bias."""
+        tensors = *self.quantizer(weight), bias
+        scale = torch.ops.skuda.dynamic_range(maxima[None], **CODES)[1] if self._static else None
+        return layer_of(*tensors, dtype=dtype, in_features=weight.shape[1], input_scale=scale, smooth=smooth)
 
     def _maxima(self, name: str, linear: nn.Linear) -> Tensor:
         left = self.calibration.left.get(name)
@@ -128,8 +124,8 @@ class _Smooth:
         """Return the factors of layers with the same input."""
         if self.alpha is None:
             return None
-        inputs = _largest([self._maxima(name, linear) for name, linear in linears.items()])
-        weights = _largest([_column_maxima(linear.weight) for linear in linears.values()])
+        inputs = largest([self._maxima(name, linear) for name, linear in linears.items()])
+        weights = largest([column_maxima(linear.weight) for linear in linears.values()])
         if not bool(weights.isfinite().all()):
             raise InvalidProblem(type(self).__name__, "weight", "an infinity or NaN", "be finite")
 
@@ -199,9 +195,7 @@ class SmoothStatic(_Smooth):
         For an argument of the wrong type, or an incomplete calibration.
     """
 
-    def _layer(self, *tensors: Any, maxima: Tensor, smooth: Tensor | None, **given: Any) -> StaticLinear:
-        scale = torch.ops.skuda.dynamic_range(maxima[None], q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")[1]
-        return StaticLinear(*tensors, input_scale=scale, smooth=smooth, **given)
+    _static = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,17 +222,6 @@ class SmoothDynamic(_Smooth):
 
     alpha: float | Literal["search"] | None = "search"
 
-    def _layer(
-        self,
-        *tensors: Any,
-        maxima: Tensor,  # noqa: ARG002  for static scales
-        smooth: Tensor | None,
-        **given: Any,
-    ) -> DynamicLinear | SmoothedLinear:
-        if smooth is None:
-            return DynamicLinear(*tensors, **given)
-        return SmoothedLinear(*tensors, smooth=smooth, **given)
-
 
 class _Smoothing:
     """A config with the layers that share factors.
@@ -258,7 +241,7 @@ class _Smoothing:
     ) -> None:
         self._config, self._shared, self._norms, self.not_folded = config, shared, norms, not_folded
 
-    def convert(self, name: str, linear: nn.Linear) -> Smoothed:
+    def convert(self, name: str, linear: nn.Linear) -> Int8Linear:
         """Return the int8 form of one layer."""
         if name not in self._shared:
             return self._config.convert(name, linear)
@@ -282,10 +265,15 @@ class _Smoothing:
         return folded
 
 
-def _check(subject: str, calibration: object, alpha: object, fold: object) -> None:
+def check_calibration(subject: str, calibration: object) -> None:
+    """Raise `InvalidProblem` for anything but a complete calibration."""
     if not (isinstance(calibration, Calibration) and calibration.complete):
         rule = "be the Calibration of a finished `with calibrate(...)` block"
         raise InvalidProblem(subject, "calibration", shown(calibration), rule)
+
+
+def _check(subject: str, calibration: object, alpha: object, fold: object) -> None:
+    check_calibration(subject, calibration)
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 <= alpha <= 1
     if not (number or alpha is None or (isinstance(alpha, str) and alpha == "search")):
         raise InvalidProblem(subject, "alpha", shown(alpha), 'be a number in 0..1, "search" or None')
@@ -293,13 +281,15 @@ def _check(subject: str, calibration: object, alpha: object, fold: object) -> No
         raise InvalidProblem(subject, "fold", shown(fold), "be True or False")
 
 
-def _column_maxima(weight: Tensor) -> Tensor:
+def column_maxima(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of each column of a weight, f32."""
     if not len(weight):
         return weight.new_zeros(weight.shape[1], dtype=torch.float32)
     return weight.detach().abs().amax(0).float()
 
 
-def _largest(vectors: list[Tensor]) -> Tensor:
+def largest(vectors: list[Tensor]) -> Tensor:
+    """Return the largest element at each place, on the first vector's device."""
     return torch.stack([vector.to(vectors[0].device) for vector in vectors]).amax(0)
 
 
@@ -309,13 +299,9 @@ def _parameters(norm: nn.Module) -> dict[str, Tensor]:
     return {name: own[name].detach() for name in ("weight", "bias") if name in own}
 
 
-def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
-    """Return why dividing a norm's weight and bias does not divide its output, or None."""
-    try:
-        norm = model.get_submodule(name)
-    except AttributeError:
-        return "there is no such module in this model"
-    own, size = _parameters(norm), linear.in_features
+def not_proportional(norm: nn.Module, size: int) -> str | None:
+    """Return why dividing a norm's weight and bias does not divide its output of this size, or None."""
+    own = _parameters(norm)
     if hooked(norm) or nn.utils.parametrize.is_parametrized(norm):
         return "it has hooks or parametrizations"
     if any(tuple(value.shape) != (size,) or value.is_meta for value in own.values()) or "weight" not in own:

@@ -21,11 +21,12 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.distributed.digest import digest
 from skuda.torch.distributed.group import TorchGroup
-from skuda.torch.distributed.sharded_linear import ColumnLinear, RowLinear, ShardedLinear, check_parts, format_of_layer
+from skuda.torch.distributed.sharded_linear import ColumnLinear, RowLinear, ShardedLinear
 from skuda.torch.fuse.fused_modules import Fused, FusedAttention, FusedGatedMLP
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, StaticLinear
-from skuda.torch.linear.joined import JoinedLinear, Part
-from skuda.torch.linear.nonfinite import propagates
+from skuda.torch.linear.dequantized_weight import CodedLayer
+from skuda.torch.linear.int8_linear import Int8Linear, check_split, splits
+from skuda.torch.linear.joined import Part, is_joined
+from skuda.torch.linear.split import check_parts
 from skuda.torch.models.replaceable_layers import check_count, check_model
 from skuda.torch.models.source import Forward, NotProven
 
@@ -148,7 +149,7 @@ def parallelize_(
     head = dict(model.named_modules()).get("lm_head")
     if lm_head:
         _check_not_split("lm_head", head)
-    if lm_head and isinstance(head, DynamicLinear | StaticLinear):
+    if lm_head and splits(head):
         shards = Shards(axis="n", count=ranks.count, output="whole", chunks=chunks, link=link)
         cuts.append(_Cut("lm_head", ColumnLinear, shards))
     elif lm_head:
@@ -163,16 +164,14 @@ def parallelize_(
 def _check_cuts(model: nn.Module, cuts: list[_Cut]) -> None:
     """Raise for a layer that cannot be split so."""
     for cut in cuts:
-        layer = model.get_submodule(cut.name)
-        if isinstance(layer, StaticLinear) and propagates(layer):
-            rule = "be made without nonfinite='propagate': ranks pass on what is not finite in dynamic layers alone"
-            raise InvalidProblem("parallelize_", cut.name, "a static layer that propagates NaN", rule)
-        check_parts("parallelize_", cut.name, layer, cut.shards.axis, cut.parts or ())
+        layer: Any = model.get_submodule(cut.name)
+        check_split("parallelize_", cut.name, "a static layer that propagates NaN", layer.activation)
+        check_parts("parallelize_", cut.name, layer.format, cut.shards.axis, cut.parts or ())
 
 
 def _compare_weights(model: nn.Module, ranks: Group) -> None:
     """Raise on every rank if the ranks do not hold the same whole int8 layers."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Int8Linear) and not isinstance(m, ShardedLinear)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Int8Linear) and m.split is None}
     held = {name: digest(*layer._buffers.values()) for name, layer in layers.items()}  # noqa: SLF001  also what is None
     every = [json.loads(text) for text in ranks.exchange(json.dumps(held))]
     for name in dict.fromkeys(name for one in every for name in one):
@@ -182,8 +181,8 @@ def _compare_weights(model: nn.Module, ranks: Group) -> None:
 
 
 def _check_not_split(name: str, module: nn.Module | None) -> None:
-    if isinstance(module, ShardedLinear):
-        had = f"a {type(module).__name__} on {module.group.count} ranks"
+    if isinstance(module, Int8Linear) and module.split is not None:
+        had = f"a {type(module).__name__} on {module.split.group.count} ranks"
         rule = "be whole, but is split already: make the model anew to split it in another way"
         raise InvalidProblem("parallelize_", name or "model", had, rule)
 
@@ -198,11 +197,11 @@ def _applied(model: nn.Module, ranks: Group, cuts: list[_Cut]) -> Parallelizatio
         whole: Any = model.get_submodule(cut.name)
         made = cut.kind(whole, ranks, cut.shards, parts=cut.parts)
         made.name = cut.name
-        if isinstance(whole, JoinedLinear):
+        if whole.sizes:
             _rejoin(model.get_submodule(cut.name.rpartition(".")[0]), whole, made)
         model.set_submodule(cut.name, made)
         converted[cut.name] = f"{cut.kind.__name__}, {made.shards.parts(*made.whole)} along {cut.shards.axis}"
-    left = [n for n, m in model.named_modules() if isinstance(m, Int8Linear) and not isinstance(m, ShardedLinear)]
+    left = [name for name, layer in model.named_modules() if isinstance(layer, Int8Linear) and layer.split is None]
     return Parallelization(converted, tuple(left))
 
 
@@ -282,7 +281,7 @@ class _Wishes:
         shards = Shards(axis="n", count=self.count, sizes=sizes, link=self.link)
         return _Cut(name, ColumnLinear, shards, parts)
 
-    def _last(self, name: str, layer: nn.Module, sizes: tuple[int, ...]) -> _Cut:
+    def _last(self, name: str, layer: Any, sizes: tuple[int, ...]) -> _Cut:
         """Return the split of a layer whose input is split and whose output every rank needs."""
         _check_layer(name, layer)
         n, k = layer.weight.shape
@@ -290,14 +289,13 @@ class _Wishes:
             raise NotProven(f"{name} takes {k} channels, not {sum(sizes)}")
         given = {"count": self.count, "chunks": self.chunks, "link": self.link}
         row = Shards(axis="k", sizes=sizes, **given)
-        form = format_of_layer(layer)
-        fits = form is None or form.fits("k", sizes)
+        fits = layer.format.fits("k", sizes)
         if self.rows is None and fits:
             return _Cut(name, RowLinear, row)
         column = Shards(axis="n", input="columns", output="whole", input_sizes=sizes, **given)
         if not fits:
             return _Cut(name, ColumnLinear, column)
-        dynamic = isinstance(layer, DynamicLinear)
+        dynamic = layer.activation.dynamic
         traffic = Traffic(m=self.rows, n=n, k=k, output_bytes=2, dynamic=dynamic, scale_bytes=4 * dynamic)
         best = traffic.cheapest((row, column))
         return _Cut(name, RowLinear if best is row else ColumnLinear, best)
@@ -320,7 +318,7 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
             raise InvalidProblem("parallelize_", f"plan[{key!r}]", "no layer of this name", "name int8 layers")
         for name in found:
             _check_not_split(name, modules[name])
-            if not isinstance(modules[name], DynamicLinear | StaticLinear) or isinstance(modules[name], JoinedLinear):
+            if not splits(modules[name]) or is_joined(modules[name]):
                 raise InvalidProblem("parallelize_", name, type(modules[name]).__name__, "be a whole int8 layer")
             kind, axis = kinds[how]
             chunks = wishes.chunks if axis == "k" else None
@@ -360,14 +358,13 @@ def _heads(module: nn.Module) -> int:
 
 
 def _check_layer(name: str, layer: nn.Module) -> None:
-    if not isinstance(layer, DynamicLinear | StaticLinear | Part):
+    if not splits(layer) and not isinstance(layer, Part):
         raise NotProven(f"{name} is a {type(layer).__name__}, no whole int8 layer")
 
 
 def _even(layer: nn.Module) -> int:
     """Return what the lengths of a layer's parts are multiples of by default; 1 for another module."""
-    form = format_of_layer(layer)
-    return 1 if form is None else form.even
+    return layer.format.even if isinstance(layer, CodedLayer) else 1
 
 
 def _within(name: str, child: str) -> str:
@@ -379,7 +376,7 @@ def _width(layer: Any, axis: int = 0) -> int:
     return int(layer.weight.shape[axis])
 
 
-def _rejoin(parent: nn.Module, whole: JoinedLinear, made: ShardedLinear) -> None:
+def _rejoin(parent: nn.Module, whole: Int8Linear, made: ShardedLinear) -> None:
     """Turn the parts of a joined layer into views of the rank's part of it."""
     for name, child in list(parent.named_children()):
         if isinstance(child, Part) and child.joined is whole:

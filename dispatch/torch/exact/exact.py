@@ -195,7 +195,11 @@ def _linear_made_exact(model: PreTrainedModel) -> dict[str, str]:
     changed, head = {}, model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head and type(module) in _HEADS:
-            module.__class__ = _HEADS[type(module)]
+            made = _HEADS[type(module)]
+            if issubclass(made, ExactHead):
+                made.of(module)
+            else:
+                module.__class__ = made
             changed[name] = "its logits are f32"
         elif type(module) is FakeQuantLinear:
             module.__class__ = ExactFakeQuantLinear

@@ -9,8 +9,9 @@ formula is computed in the backward pass only.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from skuda.torch.attention.interface import Mask
 from skuda.torch.attention.rope_attention import FusedRopeAttention
 from skuda.torch.formats.int8 import CODES
 from skuda.torch.fuse.fused_modules import Fused, MLPForm, gated_rows
-from skuda.torch.linear.autograd import frozen_linear, mixed_linear, recomputed, round_rows, row_codes, valued
+from skuda.torch.linear.activation import ActivationQuant
+from skuda.torch.linear.autograd import recomputed, round_rows, row_codes, valued
 from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, autocast
 from skuda.torch.ops.registered import linear_dynamic
 from skuda.torch.ops.tensor_op import launched, run_module
@@ -152,25 +154,25 @@ class ExactAttention(FusedRopeAttention):
 class ExactHead(DynamicLinear):
     """An int8 layer whose outputs are f32: logits."""
 
-    output_dtype = torch.float32
     stored_as = DynamicLinear
     """The class of the layer without what makes it exact, which checkpoints describe."""
+
+    def act(self, activation: ActivationQuant) -> None:
+        """Take an activation, with outputs in f32."""
+        super().act(replace(activation, output_element="f32"))
+
+    @classmethod
+    def of(cls, layer: Int8Linear) -> Self:
+        """Make a layer a head. Return it."""
+        layer.__class__ = cls  # type: ignore[assignment]
+        layer.act(layer.activation)
+        return cast("Self", layer)
 
     def like(self, whole: Int8Linear) -> Self:
         """Return another layer of these sizes as a head."""
         if type(whole) is not DynamicLinear:
             raise InvalidProblem(type(self).__name__, "the loaded layer", f"a {type(whole).__name__}", "be dynamic")
-        whole.__class__ = type(self)  # type: ignore[assignment]
-        return super().like(whole)  # type: ignore[return-value]
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
-        input = self._taken(input)
-        if torch.is_grad_enabled() and input.requires_grad:
-            how = {"output_element": "f32", "nonfinite": self.nonfinite}
-            return frozen_linear(input, self.operand, self.weight_scale.view(-1), self.bias, **how)
-        tensors, fields = self._arguments(input)
-        return self._product_of((tensors, fields | {"output_element": "f32"}), "f32")
+        return super().like(self.of(whole))  # type: ignore[return-value]
 
 
 class ExactFakeQuantLinear(FakeQuantLinear):
@@ -197,13 +199,8 @@ class ExactFakeQuantHead(ExactFakeQuantLinear):
 class ExactMixedHead(MixedLinear):
     """A layer of `Mixed` whose outputs are f32: logits."""
 
+    output_element = "f32"
     stored_as = MixedLinear
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
-        self._check_export()
-        codes = row_codes(self.weight)
-        return mixed_linear(autocast(input), self.weight, self.bias, *codes, output_element="f32")
 
 
 def _half_turned(heads: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from skuda.kernels.linear import packed
 from skuda.kernels.linear.packed import BLOCK, GROUP_SIZES, LEVELS
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
+from skuda.torch.formats.feedback import Moments, calibrated_weight
 from skuda.torch.formats.grouped import Int4Format, int4_tensors, unpacked_int4
 from skuda.torch.formats.int8 import channel_scales, tensor_fields
 from skuda.torch.formats.levels import check_group_size, from_grouped, int4_weight
@@ -74,6 +75,7 @@ class Int4(WeightFormat):
     name = "int4"
     dtype = torch.uint8
     element = ElementKind.S4
+    calibrated = True
     units = packed.UNITS
     even = BLOCK
     files = (StoredPacked, Int4Format)
@@ -101,9 +103,16 @@ class Int4(WeightFormat):
         return cls(check_group_size(subject, group_size) or BLOCK)
 
     @classmethod
-    def quantize(cls, weight: Tensor, group_size: int = 128, *, symmetric: bool = False) -> tuple[Tensor, Tensor]:
-        """Quantize a weight; see `int4_weight`."""
-        made = int4_weight(weight, group_size, symmetric=symmetric)
+    def quantize(
+        cls, weight: Tensor, group_size: int = 128, *, symmetric: bool = False, moments: Moments | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Quantize a weight; see `int4_weight` and, with moments, `calibrated_weight`."""
+        if moments is None:
+            made = int4_weight(weight, group_size, symmetric=symmetric)
+        elif symmetric:
+            raise InvalidProblem("Int4", "symmetric", "True", "be False with calibration, whose levels have offsets")
+        else:
+            made = calibrated_weight(weight, moments, group_size)
         return made.packed(group_size), made.channel_scale
 
     def shape(self, n: int, k: int) -> tuple[int, ...]:

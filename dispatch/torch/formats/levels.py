@@ -20,10 +20,10 @@ from skuda.registry.value import expect
 from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.ops.tensor_op import check_tensors
 
-_STEPS = 15
+STEPS = 15
 """The largest level."""
 _LOWEST, _HIGHEST = -128, 127
-_WIDEST = (_HIGHEST - _LOWEST) // _STEPS
+_WIDEST = (_HIGHEST - _LOWEST) // STEPS
 """The scale at which the levels span all codes."""
 _WIDEST_SYMMETRIC = _HIGHEST // 7
 """The largest scale with codes of -7 to 7 times it."""
@@ -78,9 +78,11 @@ def int4_weight(weight: Tensor, group_size: int = 128, *, symmetric: bool = Fals
     """Quantize a weight of shape (N, K) to 4 bits, rounding to the nearest level.
 
     The codes are first those of `quantized_weight`. Of the scales 1 to 17 and all offsets, each group takes the pair
-    with the least squared error in its codes; of equal ones the smallest scale, and of these the largest offset. A code
-    between two levels goes to the lower. If all differences in a group have a common divisor above 17, as in a weight
-    of three values, the greatest one is the scale, and the group is exact. A group of equal codes has the scale 0.
+    with the least squared error in its codes; of equal ones the smallest scale, and of these the largest offset. A
+    whole row takes the smallest scale up to 18 whose levels, one of them 0, have each code within half a scale: the
+    least squared error would cut off the largest weights, and harm a model more. A code between two levels goes to the
+    lower. If all differences in a group have a common divisor above 17, as in a weight of three values, the greatest
+    one is the scale, and the group is exact. A group of equal codes has the scale 0.
 
     Symmetric weights are what others read; see `skuda.torch.formats.grouped`. Codes are then -8 to 7 times a scale of 1
     to 18, or one above that divides all. Channel scales are rounded towards 0 to 17 bits, so that multiples are exact.
@@ -114,7 +116,7 @@ def int4_weight(weight: Tensor, group_size: int = 128, *, symmetric: bool = Fals
     ):
         part = codes[:, elements]
         if part.numel():
-            found = _quantized(part.reshape(-1, min(size, part.shape[1])), symmetric=symmetric)
+            found = _quantized(part.reshape(-1, min(size, part.shape[1])), symmetric=symmetric, whole=not group_size)
             levels[:, elements], scale[:, groups], offset[:, groups] = (each.view(n, -1) for each in found)
     made = Int4Weight(levels, scale, offset, channel_scale)
     return _readable(made) if symmetric else made
@@ -242,7 +244,7 @@ def _refuse(field: str, tensor: Tensor, rule: str) -> NoReturn:
     raise InvalidProblem("from_grouped", field, f"{tensor.dtype} of shape {list(tensor.shape)}", rule)
 
 
-def _quantized(codes: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized(codes: Tensor, *, symmetric: bool, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the levels, scales and offsets of groups of s8 codes above -128, a row each."""
     groups, size = codes.shape
     levels = torch.empty_like(codes, dtype=torch.uint8)
@@ -252,7 +254,7 @@ def _quantized(codes: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tenso
     alike = ((high - low) // 8 * 256 + low).argsort()
     for which in alike.split(max(1, min(_MOST_GROUPS, _MOST_ELEMENTS // size))):
         own, least, most = codes[which].int(), low[which], high[which]
-        scale, offset = _best(own, least, most, symmetric=symmetric)
+        scale, offset = _best(own, least, most, symmetric=symmetric, whole=whole)
         scales[which], offsets[which] = scale.to(torch.uint8), offset.to(torch.int8)
         levels[which] = _nearest(own, scale[:, None], offset[:, None]).to(torch.uint8)
     return levels, scales, offsets
@@ -262,10 +264,10 @@ def _nearest(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Return the levels of which codes are nearest to given ones; all are integers."""
     step = scale.clamp(min=1)
     level = (2 * (codes - offset) + step - 1).div(2 * step, rounding_mode="floor")
-    return torch.minimum(level.clamp(0, _STEPS), (_HIGHEST - offset).div(step, rounding_mode="floor"))
+    return torch.minimum(level.clamp(0, STEPS), (_HIGHEST - offset).div(step, rounding_mode="floor"))
 
 
-def _best(codes: Tensor, low: Tensor, high: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _best(codes: Tensor, low: Tensor, high: Tensor, *, symmetric: bool, whole: bool) -> tuple[Tensor, Tensor]:
     """Return the best scale and offset of each group, given its smallest and largest code; see `int4_weight`."""
     scale, offset = _multiples(codes) if symmetric else _candidates(codes, low, high)
     bottom, top = int(low.min()), int(high.max())
@@ -279,12 +281,25 @@ def _best(codes: Tensor, low: Tensor, high: Tensor, *, symmetric: bool) -> tuple
     keys += torch.arange(len(scale), device=codes.device)
     best = keys.amin(1).remainder_(_KEYS).long()
     scale, offset = scale[best], offset[best]
+    if whole and not symmetric:
+        scale, offset = _reaching(low, high)
     if not symmetric:
         scale, offset = torch.where(low == high, 0, scale), torch.where(low == high, low, offset)
-    few = ((counts > 0).sum(1) <= _STEPS).nonzero()[:, 0]
+    few = ((counts > 0).sum(1) <= STEPS).nonzero()[:, 0]
     divisor = _common_divisor(codes[few] - (0 if symmetric else low[few, None]))
     exact = divisor > (_WIDEST_SYMMETRIC if symmetric else _WIDEST)
     scale[few[exact]], offset[few[exact]] = divisor[exact], low[few[exact]]
+    return scale, offset
+
+
+def _reaching(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest scales of which one level is 0 and none of the codes is further than half a scale away."""
+    scale, offset = torch.full_like(low, _WIDEST_SYMMETRIC), torch.full_like(low, -7 * _WIDEST_SYMMETRIC)
+    for tried in range(_WIDEST_SYMMETRIC - 1, 0, -1):
+        below = (-2 * low + tried - 1).div(2 * tried, rounding_mode="floor").clamp(0, -_LOWEST // tried)
+        above = (STEPS - below).clamp(max=_HIGHEST // tried)
+        reaches = ((2 * below + 1) * tried >= -2 * low) & ((2 * above + 1) * tried >= 2 * high)
+        scale, offset = torch.where(reaches, tried, scale), torch.where(reaches, -below * tried, offset)
     return scale, offset
 
 
@@ -301,20 +316,20 @@ def _candidates(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     reach above all codes and level 0 is too far above the smallest, moving them down is better, if that is an s8.
     """
     span = high - low
-    wide = (span + _STEPS - 1).div(_STEPS, rounding_mode="floor").clamp(min=1)
+    wide = (span + STEPS - 1).div(STEPS, rounding_mode="floor").clamp(min=1)
     # A bound of the error: that of levels from the smallest code to the largest, as near to each other as they can be.
     # With a smaller scale, the smallest and the largest code alone have at least half the square of the excess.
-    start = torch.minimum(low, _HIGHEST - _STEPS * wide)
+    start = torch.minimum(low, _HIGHEST - STEPS * wide)
     rest = (codes - start[:, None]).remainder(wide[:, None])
     rest = torch.minimum(rest, wide[:, None] - rest)
     bound = (rest * rest).sum(1)
     excess = (2 * bound).double().sqrt().ceil().long()
-    first = (span - excess + _STEPS - 1).div(_STEPS, rounding_mode="floor").clamp(min=1)
+    first = (span - excess + STEPS - 1).div(STEPS, rounding_mode="floor").clamp(min=1)
     begin, bottom, bottoms, top = torch.stack([first.min(), low.min(), low.max(), high.max()]).tolist()
     scales, offsets = [], []
     for scale in range(begin, _WIDEST + 1):
         lowest = max(bottom - (scale - 1) // 2, _LOWEST)
-        highest = min(max(max(bottoms, top - _STEPS * scale) + scale // 2, _LOWEST + scale - 1), _HIGHEST)
+        highest = min(max(max(bottoms, top - STEPS * scale) + scale // 2, _LOWEST + scale - 1), _HIGHEST)
         offsets.append(torch.arange(highest, lowest - 1, -1, dtype=torch.int32, device=codes.device))
         scales.append(torch.full_like(offsets[-1], scale))
     return torch.cat(scales), torch.cat(offsets)

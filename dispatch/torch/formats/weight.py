@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.formats.reading import ConfigFields, Tensors
+
+if TYPE_CHECKING:
+    from skuda.torch.formats.feedback import Moments
 
 Axis = Literal["n", "k"]
 
@@ -132,6 +135,8 @@ class WeightFormat(ABC):
     """The ways in which files hold such weights."""
     group_size: int | None = None
     """Elements of K with one scale of their own, for formats that have groups."""
+    calibrated: ClassVar[bool] = False
+    """Whether `quantize` takes ``moments``, those of the layer's inputs."""
 
     @classmethod
     @abstractmethod
@@ -287,15 +292,19 @@ class Quantizer(NamedTuple):
         The format of the codes.
     group_size : int
     symmetric : bool
+    moments : Moments, optional
+        Those of the inputs of the layer, for formats that take them.
     """
 
     format: WeightFormat
     group_size: int = 128
     symmetric: bool = False
+    moments: Moments | None = None
 
     def __call__(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and scales (N,); see `WeightFormat.quantize`."""
-        return type(self.format).quantize(weight, self.group_size, symmetric=self.symmetric)
+        more: Any = {} if self.moments is None else {"moments": self.moments}
+        return type(self.format).quantize(weight, self.group_size, symmetric=self.symmetric, **more)
 
 
 def quantizer(subject: str, weights: object, group_size: object = 128, *, symmetric: object = False) -> Quantizer:

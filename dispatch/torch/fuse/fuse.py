@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from skuda.torch.formats.int8 import CODES
 from skuda.torch.fuse.fused_modules import (
     PROPAGATE,
     AttentionForm,
@@ -361,6 +362,8 @@ def _layers(module: nn.Module, names: tuple[str, ...], held: Counter[int]) -> tu
     for name, layer in zip(names, layers, strict=True):
         if type(layer) is not DynamicLinear:
             raise NotProven(f"{name} is {'missing' if layer is None else type(layer).__name__}, no DynamicLinear")
+        if layer.activation.codes != CODES:
+            raise NotProven(f"{name} takes other codes than fused modules write")
         if held[id(layer)] > 1:
             raise NotProven(f"{name} belongs to other modules, too")
         _forward_of(module, name)
@@ -388,8 +391,8 @@ def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear
             raise NotProven(f"{names[0]} and {name} differ in their inputs")
         if layer.format != first.format:
             raise NotProven(f"{names[0]} and {name} differ in the bits or groups of their weights")
-        if layer.nonfinite != first.nonfinite:
-            raise NotProven(f"{names[0]} and {name} differ in what they do with a NaN")
+        if layer.activation != first.activation:
+            raise NotProven(f"{names[0]} and {name} differ in what they do with a NaN, or in their codes of inputs")
         unit = layer.format.units["n"]
         if layer.out_features % unit:
             raise NotProven(f"{name} has {layer.out_features} rows; packed weights are joined in multiples of {unit}")

@@ -8,8 +8,8 @@
   `gelu_mul_quantize`, which round once where torch's modules round several times.
 
 The results have the same bits where gradients are recorded. The gradients are those of the original formulas; see
-`skuda.torch.linear.coded`. The original ``forward`` runs under autocast if there is a norm, if a norm's weight and
-input differ in dtype, if a layer gets an argument by its former name, and as long as `Fused.changes` finds something: a
+`coded_linear`. The original ``forward`` runs under autocast if there is a norm, if a norm's weight and input differ in
+dtype, if a layer gets an argument by its former name, and as long as `Fused.changes` finds something: a
 fused module does not call some of its children, so it would ignore what was done to them.
 """
 
@@ -74,7 +74,7 @@ class Fused(nn.Module):
         return int(getattr(self, self.fused_form.joined).in_features)
 
     def propagate(self) -> None:
-        """Pass on what is not finite; see `skuda.torch.linear.nonfinite`. The layers do so by themselves."""
+        """Pass on what is not finite; see `propagating`. The layers do so by themselves."""
 
     @abstractmethod
     def warm(self, rows: Tensor) -> None:
@@ -131,7 +131,7 @@ class Fused(nn.Module):
         if isinstance(value, (Part, Int8Linear)):
             held = dict(self.fused_held[0])
             kinds = (Part,) if isinstance(held.get(name), Part) else (DynamicLinear, JoinedLinear)
-            if name in held and (type(value) in kinds or getattr(value, "sharded", False)):
+            if name in held and (type(value) in kinds or (isinstance(value, Int8Linear) and value.split)):
                 self.hold(tuple((held | {name: value}).values()))
 
     def _unhooked(self) -> bool:
@@ -163,7 +163,7 @@ class Fused(nn.Module):
             For a module that is split over ranks: its layers are no longer those of the original ``forward``.
         """
         self.refuse_inexact(self.changes())
-        if any(getattr(child, "sharded", False) for child in self.children()):
+        if any(isinstance(child, Int8Linear) and child.split is not None for child in self.children()):
             rule = "be as they were when it was fused: it is split over ranks and has no other way to run"
             raise InvalidProblem(type(self).__name__, "children", self.changes(), rule)
         if torch.compiler.is_compiling() or "fused_told" in vars(self):

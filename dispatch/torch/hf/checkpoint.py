@@ -42,14 +42,14 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
-from skuda.torch.distributed.sharded_linear import ShardedLinear
 from skuda.torch.formats import CodedWeight, StoredWeight, Tensors, WeightFormat
 from skuda.torch.formats.grouped import warn_rounded
 from skuda.torch.formats.int4 import warn_per_row
 from skuda.torch.formats.reading import Kind
 from skuda.torch.hf.scheme import ActivationScheme, Scheme
 from skuda.torch.hf.stored import check_values, int8_layer
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.linear.activation import PER_ROW
+from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import Part, int8_layers, is_joined
 from skuda.torch.models.replaceable_layers import carry, changed, is_of_transformers
 
@@ -175,7 +175,7 @@ def _make_exact(model: nn.Module, before: dict[str, nn.Module]) -> None:
 
 def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the buffers of a joined layer's part, each with the tensor to copy into it."""
-    if not isinstance(layer, DynamicLinear):
+    if layer.activation != PER_ROW:
         rule = "be a DynamicLinear, as the model's layer, which fuse_ has joined with others: load before fuse_"
         raise InvalidRecord(source, name, f"a {type(layer).__name__}", rule)
     held = dict(layer.named_buffers())
@@ -184,7 +184,7 @@ def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> It
         if tensor.dtype is not view.dtype:
             rule = f"be {view.dtype}, as in the model, where fuse_ has joined it with others: load before fuse_"
             raise InvalidRecord(source, f"tensor {name}.{own}", str(tensor.dtype), rule)
-        here = part.joined.held_of(part.number, own, tensor)
+        here = part.of_rank(own, tensor)
         if here.shape != view.shape:
             rule = f"be {list(view.shape)}, as in the model, where fuse_ has joined it with others: load before fuse_"
             raise InvalidRecord(source, f"tensor {name}.{own}", f"shape {list(here.shape)}", rule)
@@ -262,7 +262,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def _group(model: nn.Module) -> Group | None:
     """Return the group whose ranks have parts of a model, or None if the model is whole."""
-    groups = {id(part.group): part.group for part in model.modules() if isinstance(part, ShardedLinear)}
+    splits = (part.split for part in model.modules() if isinstance(part, Int8Linear) and part.split is not None)
+    groups = {id(split.group): split.group for split in splits}
     if len(groups) > 1:
         raise InvalidProblem("save", "model", f"layers of {len(groups)} groups", "be split over one group")
     return next(iter(groups.values()), None)
@@ -335,8 +336,7 @@ def _for_others(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple
     weights: defaultdict[type[WeightFormat], dict[str, CodedWeight]] = defaultdict(dict)
     for name, layer in int8_layers(model):
         if layer.format.stored().own:
-            k = layer.whole[1] if isinstance(layer, Part | ShardedLinear) else layer.in_features
-            weight = CodedWeight(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], k)
+            weight = CodedWeight(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], layer.whole[1])
             weights[type(layer.format)][name] = weight
     found: dict[str, tuple[Mapping[str, Tensor], StoredWeight]] = {}
     layers = dict(int8_layers(model))
@@ -352,20 +352,16 @@ def _for_others(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:
-    parts = StaticLinear | ShardedLinear
-    layers = {f"{name}.input_zero_point" for name, part in model.named_modules() if isinstance(part, parts)}
+    layers = {f"{name}.input_zero_point" for name, _ in int8_layers(model)}
     tensors = _state(model)
-    joined: dict[int, Any] = {}
+    wholes: dict[int, Int8Linear] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Part) and isinstance(module.joined, ShardedLinear):
-            of = id(module.joined)
-            if of not in joined:
-                joined[of] = module.joined.gathered()
-            whole: nn.Module = Part(joined[of], module.number)
-        elif isinstance(module, ShardedLinear) and not is_joined(module):
-            whole = module.gathered()
-        else:
+        layer: Any = module.joined if isinstance(module, Part) else module
+        if not isinstance(layer, Int8Linear) or layer.split is None or is_joined(module):
             continue
+        if id(layer) not in wholes:
+            wholes[id(layer)] = layer.gathered()
+        whole = Part(wholes[id(layer)], module.number) if isinstance(module, Part) else wholes[id(layer)]
         tensors |= {f"{name}.{own}": value for own, value in whole.state_dict().items()}
     for name, tensor in tensors.items():
         if name in layers:

@@ -26,7 +26,7 @@ from skuda.torch.formats.int4 import StoredPacked
 from skuda.torch.formats.int8 import StoredInt8, tensor_fields
 from skuda.torch.formats.reading import ConfigFields
 from skuda.torch.formats.weight import StoredWeight, stored_weights
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
+from skuda.torch.linear.int8_linear import WHOLE, Int8Linear, described_as
 from skuda.torch.linear.joined import Part, int8_layers, is_joined
 from skuda.torch.models.replaceable_layers import hooked, is_conv1d, is_linear, linears, original_of, other_matrices
 
@@ -55,12 +55,8 @@ class ActivationScheme(StrEnum):
     @classmethod
     def of(cls, layer: Int8Linear | Part) -> Self | None:
         """Return how a module quantizes its input, or None if the format cannot express it."""
-        kind = getattr(layer, "whole_kind", None) or getattr(layer, "stored_as", type(layer))
-        if kind in (DynamicLinear, Part, SmoothedLinear):
-            return cls("dynamic")
-        if kind is StaticLinear:
-            return cls("static" if layer.input_zero_point is None else "static with a zero point")
-        return None
+        scheme = layer.activation.scheme
+        return None if scheme is None or described_as(layer) not in (*WHOLE, Part) else cls(scheme)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `input_activations`."""
@@ -72,7 +68,7 @@ class ActivationScheme(StrEnum):
 def check_whole(subject: str, model: nn.Module) -> None:
     """Raise for a model with layers of which this process has only a part."""
     for name, module in model.named_modules():
-        if isinstance(module, Int8Linear) and module.sharded:
+        if isinstance(module, Int8Linear) and module.split is not None:
             rule = "be a whole layer: use skuda.torch.save, or save before parallelize_"
             raise InvalidProblem(subject, name, f"a rank's part, {type(module).__name__}", rule)
 

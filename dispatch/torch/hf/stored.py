@@ -11,7 +11,8 @@ from torch import Tensor
 from skuda.registry.errors import InvalidRecord
 from skuda.torch.formats.reading import CODES, ONE, SCALES, Tensors
 from skuda.torch.hf.scheme import ActivationScheme, SchemeGroup
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
+from skuda.torch.linear.dequantized_weight import CodedLayer
+from skuda.torch.linear.int8_linear import Int8Linear, layer_of
 from skuda.torch.models.replaceable_layers import original_of, sizes_of
 
 
@@ -24,7 +25,7 @@ def int8_layer(
     rounded: Callable[[float], object] | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
-) -> DynamicLinear | SmoothedLinear | StaticLinear:
+) -> Int8Linear:
     """Return the int8 replacement of a module. It shares no memory with the stored tensors.
 
     Parameters
@@ -50,7 +51,7 @@ def int8_layer(
     InvalidRecord
         For a tensor that is missing, or has another dtype or shape.
     """
-    n, k = module.whole if hasattr(module, "whole") else sizes_of(module)
+    n, k = module.whole if isinstance(module, CodedLayer) else sizes_of(module)
     biases = SCALES if dtype or module.bias is None else module.bias.dtype
     device, dtype = device or module.weight.device, dtype or module.weight.dtype
     dtype = dtype if dtype.is_floating_point else None  # codes of another library
@@ -62,26 +63,14 @@ def int8_layer(
     if rounded is not None:
         rounded(difference)
     bias = None if module.bias is None else taken("bias", biases, (n,))
-    factors = taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None
-    made: DynamicLinear | SmoothedLinear | StaticLinear
+    given = {"smooth": taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None}
+    if group.activation is ActivationScheme.STATIC:
+        found.take_zeros("input_zero_point")
+    elif group.activation is ActivationScheme.SHIFTED:
+        given["input_zero_point"] = taken("input_zero_point", CODES, *ONE)
     if group.activation is not ActivationScheme.DYNAMIC:
-        shifted = group.activation is ActivationScheme.SHIFTED
-        if not shifted:
-            found.take_zeros("input_zero_point")
-        made = StaticLinear(
-            weight,
-            scale,
-            bias,
-            input_scale=taken("input_scale", SCALES, *ONE),
-            input_zero_point=taken("input_zero_point", CODES, *ONE) if shifted else None,
-            smooth=factors,
-            dtype=dtype,
-            in_features=k,
-        )
-    elif factors is not None:
-        made = SmoothedLinear(weight, scale, bias, smooth=factors, dtype=dtype, in_features=k)
-    else:
-        made = DynamicLinear(weight, scale, bias, dtype=dtype, in_features=k)
+        given["input_scale"] = taken("input_scale", SCALES, *ONE)
+    made = layer_of(weight, scale, bias, dtype=dtype, in_features=k, **given)
     made.original = original_of(module)
     return made
 

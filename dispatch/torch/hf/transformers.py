@@ -53,7 +53,7 @@ from skuda.torch.hf.checkpoint import described, opened_files, scheme_of
 from skuda.torch.hf.renaming import cast_, dtype_of, in_model, planned, renamed, untie_, without_codes
 from skuda.torch.hf.scheme import METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
 from skuda.torch.hf.stored import check_values, int8_layer
-from skuda.torch.linear.int8_linear import Int8Linear, StaticLinear
+from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import int8_layers
 from skuda.torch.models.replaceable_layers import sizes_of
 
@@ -396,12 +396,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             if not isinstance(layer, Int8Linear):
                 continue
             layer.weight_scale = layer.weight_scale.reshape(-1, 1).expand(layer.out_features, 1).contiguous()
-            if isinstance(layer, StaticLinear):
-                # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
-                layer.zero.zero_()
-                layer.input_scale = layer.input_scale.reshape(1)
-                if layer.input_zero_point is not None:
-                    layer.input_zero_point = layer.input_zero_point.reshape(1).to(torch.int32)
+            # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
+            layer.hold(**{each: layer._buffers[each] for each in layer.activation.buffers})  # noqa: SLF001
             check_values("from_pretrained", name, layer)
         scheme = self.quantization_config.scheme
         assert scheme is not None

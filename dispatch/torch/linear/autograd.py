@@ -20,7 +20,7 @@ from skuda.registry.text import shown
 from skuda.torch.formats import WeightFormat, format_of
 from skuda.torch.formats.int8 import BOUNDS, CODES, Q_MAX
 from skuda.torch.ops.dtypes import element_of
-from skuda.torch.ops.registered import linear_dynamic
+from skuda.torch.ops.registered import linear_dynamic, linear_scaled
 from skuda.torch.ops.tensor_op import check_tensors
 
 Gradients = tuple[Tensor | None, ...]
@@ -73,17 +73,26 @@ def _first_order(backward: Callable[..., Gradients]) -> Callable[[Any, Tensor], 
     return wrapped
 
 
-class _FrozenLinear(_Function):
+class _Int8Product(_Function):
+    """A product of codes: of rows that are quantized on the way, or of codes that stand for them."""
+
     @staticmethod
     def forward(
         input: Tensor,
+        weight: Tensor | None,  # noqa: ARG004  it gets the gradient
+        bias: Tensor | None,
         weight_q: Tensor,
         weight_scale: Tensor,
-        bias: Tensor | None,
         smooth: Tensor | None,
+        codes: Tensor | None,
+        scale: Tensor | None,
         output_element: str | None,
         nonfinite: str | None,
     ) -> Tensor:
+        if codes is not None and scale is not None:
+            return linear_scaled(
+                codes, scale, weight_q, weight_scale, bias, output_element=str(element_of(input.dtype))
+            )
         if smooth is not None:
             output_element = output_element or str(element_of(input.dtype))
             input = torch.ops.skuda.smooth.default(input, smooth)
@@ -92,21 +101,23 @@ class _FrozenLinear(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
-        input, weight_q, weight_scale, bias, smooth, *_ = inputs
-        ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
-        ctx.width = input.shape[-1]
-        ctx.save_for_backward(weight_q, weight_scale, *(() if smooth is None else (smooth,)))
+        input, weight, bias, weight_q, weight_scale, smooth, *_ = inputs
+        ctx.dtypes = input.dtype, *(None if each is None else each.dtype for each in (weight, bias))
+        ctx.width, ctx.smoothed = input.shape[-1], smooth is not None
+        more = (each for each in (smooth, None if weight is None else input) if each is not None)
+        ctx.save_for_backward(weight_q, weight_scale, *more)
 
     @staticmethod
     @_first_order
-    def backward(ctx: Any, grad: Tensor, weight_q: Tensor, weight_scale: Tensor, *smooth: Tensor) -> Gradients:
-        wants_input, _, _, wants_bias, *_ = ctx.needs_input_grad
-        grad, found = grad.to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor, weight_q: Tensor, weight_scale: Tensor, *more: Tensor) -> Gradients:
+        wants_input, wants_weight, wants_bias, *others = ctx.needs_input_grad
+        dtype, weight_dtype, bias_dtype = ctx.dtypes
+        grad, rows = grad.to(dtype), None
         if wants_input:
-            found = grad @ dequantized_weight(weight_q, weight_scale, grad.dtype, ctx.width)
-            for factors in smooth:
-                found = (found / factors).to(ctx.dtype)
-        return found, None, None, _summed(grad, ctx.bias_dtype) if wants_bias else None, None, None, None
+            rows = grad @ dequantized_weight(weight_q, weight_scale, dtype, ctx.width)
+            rows = (rows / more[0]).to(dtype) if ctx.smoothed else rows
+        weight = (_rows(grad).t() @ _rows(more[-1])).to(weight_dtype) if wants_weight else None
+        return rows, weight, _summed(grad, bias_dtype) if wants_bias else None, *(None for _ in others)
 
 
 def frozen_linear(
@@ -158,43 +169,40 @@ def frozen_linear(
     if weight_scale.requires_grad:
         rule = "be detached: codes are fixed. FakeQuantLinear(learn_scale=True) learns scales"
         raise InvalidProblem("frozen_linear", "weight_scale", "a tensor that requires grad", rule)
-    found: Tensor = _FrozenLinear.apply(input, weight_q, weight_scale, bias, smooth, output_element, nonfinite)
+    how = output_element, nonfinite
+    found: Tensor = _Int8Product.apply(input, None, bias, weight_q, weight_scale, smooth, None, None, *how)
     return found
 
 
-class _MixedLinear(_Function):
-    @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,  # noqa: ARG004  it gets the gradient
-        bias: Tensor | None,
-        weight_q: Tensor,
-        weight_scale: Tensor,
-        output_element: str | None,
-    ) -> Tensor:
-        how = {"output_element": output_element, "nonfinite": "propagate"}
-        return linear_dynamic(input, weight_q, weight_scale, bias, **how)
+def coded_linear(
+    rows: Tensor, codes: Tensor, scale: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return the output of a linear layer for codes, with the gradient of the rows that the codes stand for.
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
-        input, weight, bias, weight_q, weight_scale, _ = inputs
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(input, weight_q, weight_scale)
+    A fused norm or gated activation writes codes, and has no gradient. Where gradients are recorded, torch computes the
+    same rows once more: their values are not used, but their graph leads back through the original formulas. The
+    product has the bits of the codes, and its gradient passes straight through the rounding of the rows.
 
-    @staticmethod
-    @_first_order
-    def backward(ctx: Any, grad: Tensor, input: Tensor, weight_q: Tensor, weight_scale: Tensor) -> Gradients:
-        wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        weight_dtype, bias_dtype = ctx.dtypes
-        grad = grad.to(input.dtype)
-        return (
-            grad @ dequantized_weight(weight_q, weight_scale, grad.dtype, input.shape[-1]) if wants_input else None,
-            (_rows(grad).t() @ _rows(input)).to(weight_dtype) if wants_weight else None,
-            _summed(grad, bias_dtype) if wants_bias else None,
-            None,
-            None,
-            None,
-        )
+    Parameters
+    ----------
+    rows : tensor of shape (..., K), f16, bf16, f32 or f64
+        The rows before quantization. Only their dtype and their graph are used.
+    codes : tensor of shape (..., K), s8
+    scale : tensor of shape (...), f32
+        Real units per code of each row.
+    weight_q, weight_scale, bias
+        As in `frozen_linear`.
+
+    Returns
+    -------
+    tensor of shape (..., N), in the dtype of `rows`
+
+    Raises
+    ------
+    As in `frozen_linear`.
+    """
+    found: Tensor = _Int8Product.apply(rows, None, bias, weight_q, weight_scale, None, codes, scale, None, None)
+    return found
 
 
 def mixed_linear(
@@ -233,7 +241,8 @@ def mixed_linear(
     """
     _check_element("mixed_linear", output_element)
     check_tensors("mixed_linear", input=input, weight=weight, weight_q=weight_q, weight_scale=weight_scale)
-    found: Tensor = _MixedLinear.apply(input, weight, bias, weight_q, weight_scale, output_element)
+    how = output_element, "propagate"
+    found: Tensor = _Int8Product.apply(input, weight, bias, weight_q, weight_scale, None, None, None, *how)
     return found
 
 

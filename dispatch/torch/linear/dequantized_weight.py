@@ -196,6 +196,7 @@ class CodedLayer(nn.Module):
 
     format: WeightFormat
     weight_scale: Tensor
+    bias: Tensor | None
     weight_dtype: torch.dtype
     in_features: int
     __prepare_scriptable__ = not_scripted
@@ -204,6 +205,11 @@ class CodedLayer(nn.Module):
     def width(self) -> int:
         """K of the weight."""
         return self.in_features
+
+    @property
+    def group_size(self) -> int | None:
+        """Elements of a group of 4-bit weights, with one scale and offset; 128 for whole rows. None for 8-bit ones."""
+        return self.format.group_size
 
     @property
     @abstractmethod
@@ -243,6 +249,19 @@ class CodedLayer(nn.Module):
         if name == "weight":
             raise InvalidProblem(type(self).__name__, name, "a deletion, as by a parametrization", _RULE)
         super().__delattr__(name)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        """Load the buffers. A weight that does not hold codes is an error, because rounding would lose it."""
+        given, own = state_dict.get(f"{prefix}weight"), self.format.dtype
+        if not isinstance(given, Tensor) or given.dtype is own:
+            self._load(state_dict, prefix, *rest)
+        else:
+            text = f"the checkpoint has {given.dtype}, the module has codes, {_name(own)}: load before quantizing."
+            rest[-1].append(f"{prefix}weight: {text}")
+
+    def _load(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load codes and scales, with torch's arguments."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _set_codes(self, name: str, value: Any) -> None:
         had = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)

@@ -12,13 +12,13 @@ for `torch.nn.Linear` gets what it expects. The codes are the attribute `weight_
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.fx.proxy import Proxy, TraceError
+from torch.fx.proxy import Proxy
 
 from skuda.dispatch.select.explanation import Explanation
 from skuda.functional import default_dispatcher
@@ -26,24 +26,24 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.formats import TO_INT8, Quantizer, format_of
-from skuda.torch.formats.int8 import Q_MAX
-from skuda.torch.linear.autograd import frozen_linear
+from skuda.torch.linear.activation import (
+    ActivationQuant,
+    GivenCodes,
+    PerRow,
+    Static,
+    Tensors,
+    checked_vector,
+)
 from skuda.torch.linear.dequantized_weight import CodedLayer, DequantizedWeight, codes_in
-from skuda.torch.ops.dtypes import element_of
+from skuda.torch.linear.split import Split
 from skuda.torch.ops.tensor_op import OPS, check_tensors, launched, refuse_other, run_module
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of an op."""
 
-Tensors = tuple[Tensor, *tuple[Tensor | None, ...]]
-"""Tensors of a call in the order of the op's schema, the input first."""
-
-Arguments = tuple[Tensors, dict[str, Any]]
-"""Tensors and fields of a call."""
-
 
 class Int8Linear(CodedLayer):
-    """The base class of the int8 linear layers.
+    """The base class of the int8 linear layers: the format of a weight, and what makes codes of the input.
 
     Parameters
     ----------
@@ -57,6 +57,14 @@ class Int8Linear(CodedLayer):
         module changes it.
     in_features : int, optional
         K, for codes whose shape does not tell it, as packed ones.
+    activation : ActivationQuant
+        By default that of the class, with these buffers. That of `DynamicLinear` gives each row of the input a scale.
+    split : Split, optional
+        Of which whole layer the weight is a rank's part.
+    sizes : tuple of int
+        Output channels of each layer that is joined here. The buffers are then in no ``state_dict``.
+    buffers
+        What the activation needs, by name.
 
     Raises
     ------
@@ -64,17 +72,13 @@ class Int8Linear(CodedLayer):
         For a tensor of another shape or dtype.
     """
 
-    op: ClassVar[str]
-    """The op of the product."""
-    sharded: ClassVar[bool] = False
-    """Whether the layer is a rank's part of a whole layer."""
-    whole_kind: type[Int8Linear] | None = None
-    """The class of the whole layer, for a rank's part. None for a class that is unknown here."""
+    activation: ActivationQuant
+    split: Split | None = None
+    sizes: tuple[int, ...] = ()
     original: str = "Linear"
     """The class of the layer in floating point: ``Linear``, or ``Conv1D`` of transformers."""
-    nonfinite: str | None = None
-    """``propagate`` makes a row with a NaN or an infinity a row of NaN; `propagating` sets it."""
-    bias: Tensor | None
+    _kind: ClassVar[type[ActivationQuant]] = PerRow
+    """The class of the activation."""
 
     def __init__(
         self,
@@ -84,34 +88,80 @@ class Int8Linear(CodedLayer):
         *,
         dtype: torch.dtype | None = None,
         in_features: int | None = None,
+        activation: ActivationQuant | None = None,
+        split: Split | None = None,
+        sizes: tuple[int, ...] = (),
+        **buffers: Tensor | None,
     ) -> None:
         super().__init__()
+        name = type(self).__name__
         given = {"weight": weight, "weight_scale": weight_scale} | ({} if bias is None else {"bias": bias})
-        check_tensors(type(self).__name__, **given)
-        self.format = format_of(type(self).__name__, weight, weight_scale.numel(), in_features)
-        sizes = self.format.shape_of_weight(weight, weight_scale.numel(), in_features)
-        self.out_features, self.in_features = sizes
-        self.family = (self.op, *sizes, *weight.shape)
+        check_tensors(name, **given)
+        self.format = format_of(name, weight, weight_scale.numel(), in_features)
+        n, k = self.format.shape_of_weight(weight, weight_scale.numel(), in_features)
+        self.out_features, self.in_features = (n, k) if split is None else split.features
         self.register_buffer("weight", weight.detach())
-        self._hold("weight_scale", weight_scale, self.out_features, (self.out_features, 1))
-        self._hold("bias", bias, self.out_features, (self.out_features,))
+        self.register_buffer("weight_scale", checked_vector(name, "weight_scale", weight_scale, (n, 1)))
+        self.register_buffer("bias", checked_vector(name, "bias", bias, (n,)))
         self.weight_dtype = dtype or (weight_scale if bias is None else bias).dtype
+        if split is not None:
+            self.split = split
+        self.act(activation or self._kind.of(buffers))
+        self.hold(**buffers)
+        if sizes:
+            self.sizes = sizes
+            self._non_persistent_buffers_set |= set(self._buffers)
+
+    def act(self, activation: ActivationQuant) -> None:
+        """Take an activation. `hold` takes its buffers."""
+        codes = self._buffers["weight"]
+        assert codes is not None
+        self.activation = activation
+        self.family = (repr(activation), self.out_features, self.in_features, *codes.shape)
+
+    def hold(self, **buffers: Tensor | None) -> None:
+        """Take the buffers that the activation needs.
+
+        Raises
+        ------
+        InvalidProblem
+            For a tensor of another shape or dtype, or that it does not need.
+        """
+        subject, known = type(self).__name__, self.activation.buffers
+        for other in buffers.keys() - known:
+            raise InvalidProblem(subject, other, "a tensor", f"be one of {', '.join(known) or 'none'}, or left out")
+        for name in known:
+            shape = (self.in_features if name == "smooth" else 1,)
+            self.register_buffer(name, checked_vector(subject, name, buffers.get(name), shape))
+        if self.activation.zero:
+            self._hold_zero()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a pickle. Those of version 0.1 have no format."""
-        super().__setstate__(
-            {name: value for name, value in state.items() if name not in ("codes_dtype", "group_size")}
-        )
-        if "format" not in state:
-            held = self._buffers
-            codes, scale = held.get("weight"), held.get("weight_scale")
-            if codes is not None and scale is not None:
-                self.format = format_of(type(self).__name__, codes, scale.numel(), self.width)
+        """Take the state of a pickle. Those of version 0.1 have no format and no activation."""
+        old = {name: state[name] for name in ("nonfinite", "epilogue", "output_element") if name in state}
+        gone = (*old, "codes_dtype", "group_size", "whole_sizes")
+        super().__setstate__({name: value for name, value in state.items() if name not in gone})
+        held = self._buffers
+        codes, scale = held.get("weight"), held.get("weight_scale")
+        if "format" not in state and codes is not None and scale is not None:
+            self.format = format_of(type(self).__name__, codes, scale.numel(), self.width)
+        if "activation" not in state:
+            self.act(self._kind.of(held, **old))
 
     @property
-    def group_size(self) -> int | None:
-        """Elements of a group of 4-bit weights, with one scale and offset; 128 for whole rows. None for 8-bit ones."""
-        return self.format.group_size
+    def nonfinite(self) -> str | None:
+        """``propagate`` if a row with a NaN or an infinity makes a row of NaN."""
+        return self.activation.nonfinite
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """N and K of the whole layer."""
+        return (self.out_features, self.in_features) if self.split is None else self.split.whole
+
+    @property
+    def width(self) -> int:
+        """K of the weight."""
+        return self.in_features if self.split is None else self.split.width
 
     @property
     def weight_q(self) -> Tensor:
@@ -132,18 +182,6 @@ class Int8Linear(CodedLayer):
         if not fits or value.shape != codes.shape:
             super()._set_codes(name, value)
         self._buffers["weight"] = value.detach()
-
-    def _hold(self, name: str, vector: Tensor | None, size: int, shape: tuple[int, ...]) -> None:
-        """Register a vector of scales or biases as a buffer of this shape."""
-        if vector is not None:
-            check_tensors(type(self).__name__, **{name: vector})
-            if not vector.is_floating_point() or vector.dtype is torch.float64 or vector.numel() != size:
-                self._refuse(name, vector, f"be float32, bfloat16 or float16 of shape {list(shape)}")
-            vector = vector.detach().reshape(shape)
-        self.register_buffer(name, vector)
-
-    def _refuse(self, name: str, tensor: Tensor, rule: str) -> None:
-        raise InvalidProblem(type(self).__name__, name, f"{tensor.dtype} of shape {list(tensor.shape)}", rule)
 
     def _hold_zero(self) -> None:
         """Register a zero point of 0 that is not saved in checkpoints."""
@@ -171,39 +209,26 @@ class Int8Linear(CodedLayer):
         _ = self.weight_q
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,  # noqa: FBT001  torch's signature
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load the buffers. A weight that does not hold codes is an error, because rounding would lose it."""
-        error = not_codes(prefix, state_dict, self.format.dtype)
-        if error is not None:
-            error_msgs.append(error)
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+    def _load(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+        """Load the buffers as torch does."""
+        super()._load(state_dict, prefix, *rest)
         if "zero" in self._buffers and self._buffers["zero"].device != self.weight_q.device:  # type: ignore[union-attr]
             self._hold_zero()  # the other buffers were assigned, as for a layer that was made without data
 
-    def _held(self, name: str) -> Any:
+    def held(self, name: str) -> Any:
         """Return a buffer. Reading the attribute is slow in torch. A parametrized buffer is a property."""
         return self._buffers[name] if name in self._buffers else getattr(self, name)
 
     def like(self, whole: Int8Linear) -> Int8Linear:
-        """Return another layer that does likewise with what is not finite."""
-        return whole if self.nonfinite is None else whole.propagating()
+        """Return another layer that does likewise with what is not finite, and has outputs of the same element."""
+        how = self.activation
+        element = whole.activation.output_element if how.takes else how.output_element
+        whole.act(replace(whole.activation, nonfinite=how.nonfinite, output_element=element))
+        return whole
 
     def propagating(self) -> Self:
         """Make a row with a NaN or an infinity a row of NaN. Return the layer."""
-        if self.nonfinite is None:
-            self.nonfinite, self.family = "propagate", (*self.family, "propagate")  # launches of its own
+        self.act(replace(self.activation, nonfinite="propagate"))
         return self
 
     def _taken(self, input: Tensor) -> Tensor:
@@ -224,22 +249,43 @@ class Int8Linear(CodedLayer):
         InvalidProblem
             For anything else.
         """
-        path = input.tracer.path_of_module(self) if isinstance(input, Proxy) else ""
+        # Parts of the output of joined layers have no shape in a graph.
+        path = input.tracer.path_of_module(self) if isinstance(input, Proxy) and not self.sizes else ""
         if path:
             return input.tracer.create_proxy("call_module", path, (input,), {})
         refuse_other(type(self).__name__, "input", input)
         raise AssertionError  # it is no tensor
 
-    @abstractmethod
-    def _arguments(self, input: Tensor) -> Arguments:
-        """Return the arguments of the op for an input."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output, of shape (..., N), for an input of shape (..., K).
 
-    def _product_of(self, arguments: Arguments, *told: Hashable) -> Tensor:
-        """Call the op. `told` is what tells the fields from those of other calls of this layer's family."""
-        tensors, fields = arguments
-        key = self.family, *told, tensors[0].shape
+        It has the dtype of the input, unless the activation says another.
+        """
+        try:
+            key = self.family, input.dtype, input.shape
+        except (AttributeError, RuntimeError):  # it is no tensor, or a nested one, which has no shape
+            return self._other(input)  # type: ignore[no-any-return]
+        found = self.activation.known(key, input, self._buffers.get)
+        return self._first(input) if found is None else found
+
+    def _first(self, input: Tensor) -> Tensor:
+        """Return the output for an input that no known launch serves."""
+        if not isinstance(input, Tensor):
+            return self._other(input)
+        input, how = self._taken(input), self.activation
+        if how.takes not in (None, input.dtype):
+            raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
+        if torch.is_grad_enabled():
+            found = how.recorded(self, input)
+            if found is not None:
+                return found
+        key, tensors = (self.family, input.dtype, input.shape), how.tensors(how.rows(input, self.held), self.held)
+        return how.finished(self.product(how.op, key, tensors, how.fields(input.dtype)), input)
+
+    def product(self, op: str, key: Hashable, tensors: Tensors, fields: Mapping[str, Any]) -> Tensor:
+        """Call an op with tensors of this layer. The key tells the call from others with other fields or shapes."""
         found: Tensor | None = launched(key, *tensors)
-        found = run_module(self.op, key, self.operands(tensors), fields) if found is None else found
+        found = run_module(op, key, self.operands(tensors), fields) if found is None else found
         assert found is not None
         return found
 
@@ -252,8 +298,11 @@ class Int8Linear(CodedLayer):
 
     def call(self, input: Tensor) -> Call:
         """Return the call of the op for an input. Only the shape, dtype and device of the input are read."""
-        tensors, fields = self._arguments(input)
-        return self.op, dict(zip(OPS[self.op].names, self.operands(tensors), strict=False)) | fields
+        how = self.activation
+        dtype = how.rows_dtype(input.dtype)
+        rows = input if dtype is input.dtype else torch.empty(input.shape, dtype=dtype, device="meta")
+        tensors = self.operands(how.tensors(rows, self.held))
+        return how.op, dict(zip(OPS[how.op].names, tensors, strict=False)) | how.fields(input.dtype)
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
         """Explain the choice of the kernel for an input.
@@ -294,10 +343,6 @@ class DynamicLinear(Int8Linear):
     `skuda.torch.linear.autograd.frozen_linear`. The codes get no gradient.
     """
 
-    op = "quantized_linear"
-    output_dtype: torch.dtype | None = None
-    """Dtype of the output if it is not that of the input."""
-
     @classmethod
     def from_linear(cls, linear: nn.Linear, quantize: Quantizer = TO_INT8) -> Self:
         """Quantize the weight of a layer, by default to 8 bits: symmetrically, with a scale per output channel.
@@ -311,33 +356,22 @@ class DynamicLinear(Int8Linear):
         given = {"dtype": linear.weight.dtype, "in_features": linear.in_features}
         return cls(*quantize(linear.weight), linear.bias, **given)
 
-    def _arguments(self, input: Tensor) -> Arguments:
-        held = self._held
-        tensors = input, held("weight"), held("weight_scale"), None, held("bias")
-        return tensors, {} if self.nonfinite is None else {"nonfinite": self.nonfinite}
+    def act(self, activation: ActivationQuant) -> None:
+        """Take an activation whose op takes the rows as they are, as `forward` does."""
+        if not isinstance(activation, PerRow) or activation.smoothed:
+            raise InvalidProblem(type(self).__name__, "activation", repr(activation), "be PerRow, and not smoothed")
+        super().act(activation)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
         held = self._buffers.get
         try:
-            key = self.family, input.shape
-        except (AttributeError, RuntimeError):  # a nested tensor has no shape
+            key = self.family, input.dtype, input.shape
+        except (AttributeError, RuntimeError):
             return self._other(input)  # type: ignore[no-any-return]
+        # As the activation does it, but with no function in between: this is the most frequent call.
         found: Tensor | None = launched(key, input, held("weight"), held("weight_scale"), None, held("bias"))
-        return self._first(key, input) if found is None else found
-
-    def _first(self, key: Hashable, input: Tensor) -> Tensor:
-        if not isinstance(input, Tensor):
-            return self._other(input)
-        given, input = input, self._taken(input)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
-            held = self.operand, self.weight_scale.view(-1), self.bias
-            return frozen_linear(input, *held, nonfinite=self.nonfinite)
-        # A cast input has a key of its own: the launch compares the tensors that the next call gives.
-        key = key if input is given else (key, input.dtype)
-        tensors, fields = self._arguments(input)
-        found: Tensor = run_module(self.op, key, self.operands(tensors), fields)
-        return found
+        return self._first(input) if found is None else found
 
 
 class SmoothedLinear(Int8Linear):
@@ -356,7 +390,6 @@ class SmoothedLinear(Int8Linear):
         For a tensor of another shape or dtype.
     """
 
-    op = "quantized_linear"
     smooth: Tensor
 
     def __init__(
@@ -369,37 +402,13 @@ class SmoothedLinear(Int8Linear):
         dtype: torch.dtype | None = None,
         in_features: int | None = None,
     ) -> None:
-        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features)
-        self._hold("smooth", smooth, self.in_features, (self.in_features,))
+        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features, smooth=smooth)
 
     def take_smooth(self) -> None:
         """Become a `DynamicLinear`, because what makes the input divides it now."""
         del self.smooth
+        self.act(PerRow.of(self._buffers, nonfinite=self.nonfinite))
         self.__class__ = DynamicLinear  # type: ignore[assignment]
-
-    def _arguments(self, input: Tensor) -> Arguments:
-        dtype = torch.promote_types(input.dtype, torch.float32)
-        return self._product(torch.empty(input.shape, dtype=dtype, device="meta"), input.dtype)
-
-    def _product(self, rows: Tensor, dtype: torch.dtype) -> Arguments:
-        held = self._held
-        tensors = rows, held("weight"), held("weight_scale"), None, held("bias")
-        fields = {"output_element": str(element_of(dtype))}
-        return tensors, fields if self.nonfinite is None else fields | {"nonfinite": self.nonfinite}
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
-        try:
-            input = self._taken(input)
-        except (AttributeError, TraceError):
-            return self._other(input)  # type: ignore[no-any-return]
-        smooth = self._held("smooth")
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
-            tensors = self.operand, self.weight_scale.view(-1), self.bias
-            return frozen_linear(input, *tensors, smooth=smooth, nonfinite=self.nonfinite)
-        rows = torch.ops.skuda.smooth(input, smooth)
-        # Products of codes have the same family, and are told by a dtype alone.
-        return self._product_of(self._product(rows, input.dtype), "smoothed", input.dtype)
 
 
 class StaticLinear(Int8Linear):
@@ -422,7 +431,7 @@ class StaticLinear(Int8Linear):
         For a tensor of another shape or dtype.
     """
 
-    op = "scaled_linear"
+    _kind = Static
     input_scale: Tensor
     input_zero_point: Tensor | None
     smooth: Tensor | None
@@ -440,82 +449,17 @@ class StaticLinear(Int8Linear):
         dtype: torch.dtype | None = None,
         in_features: int | None = None,
     ) -> None:
-        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features)
-        self._hold("input_scale", input_scale, 1, (1,))
-        self._hold("smooth", smooth, self.in_features, (self.in_features,))
-        if input_zero_point is not None:
-            if input_zero_point.is_floating_point() or input_zero_point.numel() != 1:
-                self._refuse("input_zero_point", input_zero_point, "be an integer of shape [1]")
-            input_zero_point = input_zero_point.detach().to(torch.int32).reshape(1)
-        self.register_buffer("input_zero_point", input_zero_point)
-        self._hold_zero()
+        held = {"input_scale": input_scale, "input_zero_point": input_zero_point, "smooth": smooth}
+        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features, **held)
 
     def take_smooth(self) -> None:
         """Divide no more, because what makes the input divides it now."""
         self.smooth = None
+        self.act(Static.of(self._buffers, nonfinite=self.nonfinite))
 
     def codes(self, input: Tensor) -> Tensor:
         """Return the input's codes, s8 of shape (..., K)."""
-        held = self._held
-        smooth, zero_point = held("smooth"), held("input_zero_point")
-        if smooth is not None:
-            input = torch.ops.skuda.smooth(input, smooth)
-        shifted = zero_point is not None
-        scale = held("input_scale").to(torch.float64 if input.dtype is torch.float64 else torch.float32)
-        tensors = input, scale, zero_point if shifted else held("zero")
-        key = "quantize_per_tensor", shifted, input.shape
-        found: Tensor | None = launched(key, *tensors)
-        if found is None:
-            fields = {"q_min": -Q_MAX - shifted, "q_max": Q_MAX, "output_element": "s8"}
-            found = run_module("quantize_per_tensor", key, tensors, fields)
-        assert found is not None
-        return found
-
-    def _arguments(self, input: Tensor) -> Arguments:
-        return self._product(torch.empty(input.shape, dtype=torch.int8, device="meta"), input.dtype)
-
-    def _product(self, codes: Tensor, dtype: torch.dtype) -> Arguments:
-        held = self._held
-        scale, zero_point = held("input_scale"), held("input_zero_point")
-        tensors = codes, held("weight"), scale, zero_point, held("weight_scale"), None, held("bias")
-        return tensors, {"output_element": str(element_of(dtype)), "act_scale_scope": "tensor"}
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
-        try:
-            found = self._launched(input)
-            if found is not None:
-                return found
-            input = self._taken(input)
-        except (AttributeError, TraceError):
-            return self._other(input)  # type: ignore[no-any-return]
-        if torch.is_grad_enabled() and input.requires_grad:
-            rule = "be detached, or run under torch.no_grad(): only dynamic layers pass gradients on"
-            raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
-        found = self._product_of(self._product(self.codes(input), input.dtype), input.dtype)
-        if self.nonfinite is None:
-            return found
-        # The difference is NaN for a NaN and an infinity, and otherwise 0.
-        return found.masked_fill((input - input).sum(-1, keepdim=True).isnan(), torch.nan)
-
-    def _launched(self, input: Tensor) -> Tensor | None:
-        """Run known launches for an input that is not smoothed, or do nothing and return None."""
-        held = self._buffers.get
-        if held("smooth") is not None or self.nonfinite is not None:
-            return None
-        scale, zero_point = held("input_scale"), held("input_zero_point")
-        try:
-            shifted, shape = zero_point is not None, input.shape
-        except RuntimeError:  # a nested tensor has no shape
-            return None
-        quantizing = "quantize_per_tensor", shifted, shape
-        codes = launched(quantizing, input, scale, zero_point if shifted else held("zero"))
-        if codes is None:
-            return None
-        key = self.family, input.dtype, shape
-        tensors = codes, held("weight"), scale, zero_point, held("weight_scale"), None, held("bias")
-        found: Tensor | None = launched(key, *tensors)
-        return found
+        return self.activation.rows(input, self.held)
 
 
 class CodesLinear(Int8Linear):
@@ -540,7 +484,7 @@ class CodesLinear(Int8Linear):
         For a tensor of another shape or dtype.
     """
 
-    op = "scaled_linear"
+    _kind = GivenCodes
     input_scale: Tensor
     output_scale: Tensor | None
     zero: Tensor
@@ -557,32 +501,81 @@ class CodesLinear(Int8Linear):
         output_element: str = "bf16",
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(weight, weight_scale, bias, dtype=dtype)
-        self._hold("input_scale", input_scale, 1, (1,))
-        self._hold("output_scale", output_scale, 1, (1,))
-        self._hold_zero()
-        self.epilogue = epilogue
-        self.output_element = output_element if output_scale is None else str(ElementKind.S8)
+        made = GivenCodes(
+            output_element=output_element if output_scale is None else str(ElementKind.S8), epilogue=epilogue
+        )
+        held = {"input_scale": input_scale, "output_scale": output_scale}
+        super().__init__(weight, weight_scale, bias, dtype=dtype, activation=made, **held)
 
-    def _arguments(self, input: Tensor) -> Arguments:
-        held = self._held
-        scale, output_scale = held("input_scale"), held("output_scale")
-        zero = None if output_scale is None else held("zero")
-        weight, weight_scale, bias = held("weight"), held("weight_scale"), held("bias")
-        tensors = input.to(torch.int8), weight, scale, None, weight_scale, None, bias, output_scale, zero
-        return tensors, {
-            "epilogue": self.epilogue,
-            "output_element": self.output_element,
-            "act_scale_scope": "tensor",
-        }
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return codes of shape (..., N), or floats without `output_scale`, for codes of shape (..., K)."""
-        if getattr(input, "dtype", None) is not torch.int8:
-            if not isinstance(input, Tensor):
-                return self._other(input)
-            raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
-        return self._product_of(self._arguments(self._taken(input)), self.output_element, self.epilogue)
+WHOLE = (DynamicLinear, SmoothedLinear, StaticLinear)
+"""The classes of layers that checkpoints hold."""
+
+
+def layer_of(
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None,
+    in_features: int,
+    **buffers: Tensor | None,
+) -> Int8Linear:
+    """Return the layer for the buffers that are given beside weight, scale and bias.
+
+    With `input_scale` it is a `StaticLinear`, with `smooth` alone a `SmoothedLinear`, and else a `DynamicLinear`.
+    """
+    given: Any = {name: each for name, each in buffers.items() if each is not None}
+    kind: Any = StaticLinear if "input_scale" in given else SmoothedLinear if given else DynamicLinear
+    made: Int8Linear = kind(weight, weight_scale, bias, **given, dtype=dtype, in_features=in_features)
+    return made
+
+
+def described_as(layer: nn.Module) -> type[nn.Module]:
+    """Return the class that checkpoints describe: that of a layer without what splits it or makes it exact."""
+    found: type[nn.Module] = getattr(layer, "stored_as", type(layer))
+    return found
+
+
+def splits(layer: object) -> bool:
+    """Whether ranks can share a layer: it is whole, and makes codes of rows as they are, or with one scale."""
+    if not isinstance(layer, Int8Linear) or layer.split is not None or layer.activation.takes is not None:
+        return False
+    return not (layer.activation.dynamic and layer.activation.smoothed)
+
+
+def check_split(subject: str, field: str, had: str, activation: ActivationQuant) -> None:
+    """Raise `InvalidProblem` for an activation whose ranks could not tell each other what is not finite."""
+    if activation.nonfinite is not None and not activation.dynamic:
+        rule = "be made without nonfinite='propagate': ranks pass on what is not finite in dynamic layers alone"
+        raise InvalidProblem(subject, field, had, rule)
+
+
+def propagates(layer: object) -> bool:
+    """Whether a layer's output shows what is not finite in its input."""
+    return isinstance(layer, Int8Linear) and layer.nonfinite == "propagate"
+
+
+def propagating(layer: nn.Module) -> nn.Module:
+    """Make an int8 layer show in its output what is not finite in its input. Return the layer.
+
+    A row with a NaN or an infinity then gives a row of NaN. Dynamic layers have an infinite scale for it; static ones
+    take one more pass over the input, and one over the output.
+
+    Raises
+    ------
+    InvalidProblem
+        For a layer that is no `DynamicLinear`, `SmoothedLinear` or `StaticLinear`.
+    """
+    if not isinstance(layer, DynamicLinear | SmoothedLinear | StaticLinear):
+        rule = "be a DynamicLinear or a StaticLinear"
+        raise InvalidProblem("nonfinite='propagate'", "layer", f"a {type(layer).__name__}", rule)
+    return layer.propagating()
+
+
+def kind_of(layer: nn.Module) -> str:
+    """Return the class of a layer, and whether it propagates, in words."""
+    return type(layer).__name__ + (", nonfinite='propagate'" if propagates(layer) else "")
 
 
 def check_linear(subject: str, linear: object) -> None:
@@ -608,15 +601,6 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
-
-
-def not_codes(prefix: str, state_dict: Mapping[str, Any], dtype: torch.dtype) -> str | None:
-    """Return why the weight of an int8 layer cannot be loaded, or None."""
-    given = state_dict.get(f"{prefix}weight")
-    if not isinstance(given, Tensor) or given.dtype is dtype:
-        return None
-    own = str(dtype).removeprefix("torch.")
-    return f"{prefix}weight: the checkpoint has {given.dtype}, the module has codes, {own}: load before quantizing."
 
 
 def _is_scale(name: str) -> bool:

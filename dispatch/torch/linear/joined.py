@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.formats import WeightFormat
-from skuda.torch.linear.autograd import frozen_linear
-from skuda.torch.linear.coded import coded_linear
+from skuda.torch.linear.autograd import coded_linear, frozen_linear
 from skuda.torch.linear.dequantized_weight import CodedLayer
-from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, autocast, not_codes
+from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, autocast
 from skuda.torch.ops.dtypes import element_of
-from skuda.torch.ops.tensor_op import launched, refuse_other, run_module
+from skuda.torch.ops.tensor_op import launched
 
 
 class Quantized(NamedTuple):
@@ -39,30 +37,24 @@ class Quantized(NamedTuple):
     rows: Tensor | None = None
 
 
-def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
+def product(linear: Int8Linear, rows: Quantized) -> Tensor:
     """Return the output of a layer, of shape (..., N), for rows that are quantized already."""
     codes, scale, dtype, original = rows
-    held = linear._buffers  # noqa: SLF001  reading the attributes is slow in torch
-    if "weight" in held and "weight_scale" in held:
-        weights = held["weight"], held["weight_scale"], held["bias"]
-    else:  # a parametrization has made one a property
-        weights = linear.weight_q, linear.weight_scale, linear.bias
     if original is not None:
-        return coded_linear(original, codes, scale, linear.operand, weights[1].view(-1), weights[2])
-    tensors = codes, weights[0], scale, None, weights[1], None, weights[2]
-    key = linear.family, dtype, codes.shape
-    found: Tensor | None = launched(key, *tensors)
-    if found is None:
-        fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
-        found = run_module("scaled_linear", key, linear.operands(tensors), fields)
-    assert found is not None
-    return found
+        return coded_linear(original, codes, scale, linear.operand, linear.weight_scale.view(-1), linear.bias)
+    key, held = (linear.family, dtype, codes.shape, "rows"), linear._buffers.get  # noqa: SLF001  attributes are slow in torch
+    found: Tensor | None = launched(key, codes, held("weight"), scale, None, held("weight_scale"), None, held("bias"))
+    if found is not None:
+        return found
+    tensors = codes, linear.held("weight"), scale, None, linear.held("weight_scale"), None, linear.held("bias")
+    fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
+    return linear.product("scaled_linear", key, tensors, fields)
 
 
-def projected(linear: DynamicLinear, input: Tensor | Quantized) -> Tensor:
+def projected(linear: Int8Linear, input: Tensor | Quantized) -> Tensor:
     """Return the output of a layer for rows of either kind."""
     if isinstance(input, Quantized):
-        if not linear.sharded:
+        if linear.split is None:
             return product(linear, input)
         if input.rows is not None:
             input = input.rows  # the layer says that it has no gradient
@@ -83,74 +75,25 @@ class JoinedLinear(DynamicLinear):
         Output channels of each layer.
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None = None,
-        *,
-        sizes: tuple[int, ...],
-        dtype: torch.dtype | None = None,
-        in_features: int | None = None,
-    ) -> None:
-        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features)
-        self.sizes = self.whole_sizes = sizes
-        self._non_persistent_buffers_set |= set(self._buffers)
-
     @classmethod
     def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
-        """Join layers that do likewise with NaN, whose buffers have equal dtypes and devices.
+        """Join layers with one activation, whose buffers have equal dtypes and devices.
 
         A weight before another has whole units of its format.
         """
-        weight, scale = (
-            layers[0].format.join([one.weight_q for one in layers]),
-            torch.cat([one.weight_scale for one in layers]),
-        )
-        biases = [one.bias for one in layers if one.bias is not None]
+        weight = layers[0].format.join([one.weight_q for one in layers])
+        scale, biases = torch.cat([one.weight_scale for one in layers]), [one.bias for one in layers]
         sizes = tuple(one.out_features for one in layers)
         same = {"dtype": layers[0].weight_dtype, "in_features": layers[0].in_features}
-        joined = cls(weight, scale, torch.cat(biases) if biases else None, sizes=sizes, **same)
+        bias = None if layers[0].bias is None else torch.cat([each for each in biases if each is not None])
+        joined = cls(weight, scale, bias, sizes=sizes, **same)
         joined.train(layers[0].training)
-        layers[0].like(joined)
+        joined.act(layers[0].activation)
         return joined
 
-    def _other(self, input: Any) -> NoReturn:
-        refuse_other(type(self).__name__, "input", input)  # a proxy, too: parts of the output have no shape in a graph
-        raise AssertionError
 
-    def held_of(self, number: int, name: str, whole: Tensor) -> Tensor:  # noqa: ARG002  others hold less than all of it
-        """Return the part of a layer's buffer that this layer holds: all of it."""
-        return whole
-
-
-class Joined(Protocol):
-    """The layer that contains a `Part`: a `JoinedLinear`, or a rank's part of one."""
-
-    weight_q: Tensor
-    weight_scale: Tensor
-    weight_dtype: torch.dtype
-    format: WeightFormat
-    bias: Tensor | None
-    nonfinite: str | None
-    training: bool
-    out_features: int
-    in_features: int
-
-    @property
-    def sharded(self) -> bool:
-        """Whether this is a rank's part."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of output channels held of each layer."""
-
-    @property
-    def whole_sizes(self) -> tuple[int, ...]:
-        """Number of output channels of each layer."""
-
-    def held_of(self, number: int, name: str, whole: Tensor) -> Tensor:
-        """Return the part of a layer's buffer that is held here."""
+def _of_joined(name: str) -> Any:
+    return property(lambda part: getattr(part.joined, name), doc=f"`{name}` of the joined layer.")
 
 
 class Part(CodedLayer):
@@ -160,13 +103,16 @@ class Part(CodedLayer):
 
     Parameters
     ----------
-    joined : JoinedLinear, or a rank's part of one
-        The joined layer, which belongs to another module.
+    joined : Int8Linear
+        The joined layer, a `JoinedLinear` or a rank's part of one. It belongs to another module.
     number : int
         The index of the layer in it.
     """
 
-    def __init__(self, joined: Joined, number: int) -> None:
+    format, activation = _of_joined("format"), _of_joined("activation")
+    in_features, weight_dtype = _of_joined("in_features"), _of_joined("weight_dtype")
+
+    def __init__(self, joined: Int8Linear, number: int) -> None:
         super().__init__()
         self._joined = (joined,)  # not a child
         self.number = number
@@ -174,15 +120,22 @@ class Part(CodedLayer):
         self.joined_width = joined.out_features
         self.training = joined.training
 
+    def of_rank(self, name: str, whole: Tensor) -> Tensor:
+        """Return the part of a buffer of the whole layer that is held here."""
+        split = self.joined.split
+        return whole if split is None else split.cut(name, self.format, whole, (split.parts[self.number],))
+
     @property
-    def joined(self) -> Joined:
+    def joined(self) -> Int8Linear:
         """The joined layer."""
         return self._joined[0]
 
     @property
     def whole(self) -> tuple[int, int]:
         """N and K of the whole layer. `joined` may hold less."""
-        return self.joined.whole_sizes[self.number], self.joined.in_features
+        joined = self.joined
+        sizes = joined.sizes if joined.split is None else joined.split.whole_sizes
+        return sizes[self.number], joined.whole[1]
 
     @property
     def weight_q(self) -> Tensor:
@@ -190,32 +143,12 @@ class Part(CodedLayer):
         return self.format.cut(self.joined.weight_q, "n", self.start, self.stop)
 
     @property
-    def format(self) -> WeightFormat:  # type: ignore[override]
-        """The form of the codes."""
-        return self.joined.format
-
-    @property
-    def in_features(self) -> int:  # type: ignore[override]
-        """Columns of `weight`."""
-        return self.joined.in_features
-
-    @property
-    def group_size(self) -> int | None:
-        """Elements of a group of 4-bit weights; see `Int8Linear`."""
-        return self.format.group_size
-
-    @property
-    def weight_dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Dtype of `weight`."""
-        return self.joined.weight_dtype
-
-    @property
     def weight_scale(self) -> Tensor:
         """Real units per code of each output channel, of shape (N, 1)."""
         return self.joined.weight_scale[self.start : self.stop]
 
     @property
-    def bias(self) -> Tensor | None:
+    def bias(self) -> Tensor | None:  # type: ignore[override]
         """The bias of shape (N,), or None."""
         bias = self.joined.bias
         return None if bias is None else bias[self.start : self.stop]
@@ -231,8 +164,8 @@ class Part(CodedLayer):
         if input.shape[-1] == self.joined_width:
             return input[..., self.start : self.stop]
         joined = self._joined[0]
-        if joined.sharded or input.shape[-1] != joined.in_features:
-            of_layer = "" if joined.sharded else f", or an input of shape [..., {joined.in_features}]"
+        if joined.split is not None or input.shape[-1] != joined.in_features:
+            of_layer = f", or an input of shape [..., {joined.in_features}]" if joined.split is None else ""
             rule = f"be the output of the joined layer, of shape [..., {joined.out_features}]{of_layer}"
             raise InvalidProblem("Part", "input", f"of shape {list(input.shape)}", rule)
         held = self.operand, self.weight_scale.view(-1), self.bias
@@ -250,22 +183,9 @@ class Part(CodedLayer):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002, FBT001
         destination.update({prefix + name: view for name, view in self.views().items()})
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Tensor],
-        prefix: str,
-        local_metadata: Any,  # noqa: ARG002  torch's signature
-        strict: bool,  # noqa: FBT001
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         """Copy into the joined buffers, even if torch is asked to assign."""
-        views = self.views()
-        error = not_codes(prefix, state_dict, self.format.dtype)
-        if error is not None:
-            error_msgs.append(error)
-            return
+        views, (_, strict, missing_keys, unexpected_keys, error_msgs) = self.views(), rest
         for name, view in views.items():
             given = state_dict.get(prefix + name)
             if given is None:
@@ -282,13 +202,13 @@ class Part(CodedLayer):
             unexpected_keys += [prefix + name for name in own if name not in views]
 
 
+def is_joined(layer: nn.Module) -> bool:
+    """Whether this is a joined layer, or a rank's part of one."""
+    return isinstance(layer, Int8Linear) and bool(layer.sizes)
+
+
 def int8_layers(model: nn.Module) -> Iterator[tuple[str, Int8Linear | Part]]:
     """Yield the int8 layers of a model by name. Joined layers appear one by one, under their old names."""
     for name, module in model.named_modules():
-        if isinstance(module, Part) or (isinstance(module, Int8Linear) and not is_joined(module)):
+        if isinstance(module, Part) or (isinstance(module, Int8Linear) and not module.sizes):
             yield name, module
-
-
-def is_joined(layer: nn.Module) -> bool:
-    """Whether this is a joined layer, or a rank's part of one."""
-    return JoinedLinear in (type(layer), getattr(layer, "whole_kind", None))

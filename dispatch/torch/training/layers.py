@@ -240,10 +240,14 @@ class MixedLinear(_SharedLinear):
         of another width.
     """
 
+    output_element: str | None = None
+    """Element of the output, if it is not that of the input."""
+
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
+        """Return the layer's output for an input of shape (..., K)."""
         self._check_export()
-        return mixed_linear(self._taken(input), self.weight, self.bias, *row_codes(self.weight))
+        given = self._taken(input), self.weight, self.bias, *row_codes(self.weight)
+        return mixed_linear(*given, output_element=self.output_element)
 
     def to_int8(self) -> DynamicLinear:
         """Return the int8 layer. It gives the bits of this layer.
@@ -256,8 +260,26 @@ class MixedLinear(_SharedLinear):
         return DynamicLinear.from_linear(self)
 
 
+class _Training:
+    """A config of `quantize_` for training."""
+
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
+        """Return the replacement of a layer in training.
+
+        Raises
+        ------
+        InvalidProblem
+            For a layer that cannot be replaced.
+        """
+        _check_layer(type(self).__name__, name, linear)
+        return self._made(name, linear)
+
+    def _made(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  for errors
+        return MixedLinear(linear)
+
+
 @dataclass(frozen=True)
-class FakeQuant:
+class FakeQuant(_Training):
     """Config of `quantize_` for quantization-aware training: layers become `FakeQuantLinear`.
 
     Parameters
@@ -280,36 +302,16 @@ class FakeQuant:
         if not isinstance(self.learn_scale, bool):
             raise InvalidProblem("FakeQuant", "learn_scale", shown(self.learn_scale), "be True or False")
 
-    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """Return the replacement of a layer in training.
-
-        Raises
-        ------
-        InvalidProblem
-            For a layer that cannot be replaced.
-        """
-        _check_layer("FakeQuant", name, linear)
+    def _made(self, name: str, linear: nn.Linear) -> nn.Module:
         if self.learn_scale and linear.weight.is_meta:
-            raise InvalidProblem(
-                "FakeQuant", name, "a weight without data", "have data, whose ranges are the first scales"
-            )
+            rule = "have data, whose ranges are the first scales"
+            raise InvalidProblem("FakeQuant", name, "a weight without data", rule)
         return FakeQuantLinear(linear, activation=self.activation, learn_scale=self.learn_scale)
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(_Training):
     """Config of `quantize_` for training with int8 products: layers become `MixedLinear`."""
-
-    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """Return the replacement of a layer in training.
-
-        Raises
-        ------
-        InvalidProblem
-            For a layer that cannot be replaced.
-        """
-        _check_layer("Mixed", name, linear)
-        return MixedLinear(linear)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

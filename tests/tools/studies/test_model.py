@@ -13,7 +13,7 @@ from skuda.registry.device import HOST as HOST_DEVICE
 from skuda.registry.device import device_named
 from skuda.tools.cli import main
 from skuda.tools.studies import commands
-from skuda.tools.studies.model import INT4, INT8_ATTENTION, OURS, REAL, FormResult, ModelRecord, PhaseResult, sections
+from skuda.tools.studies.model import OURS, REAL, FormResult, ModelRecord, PhaseResult, sections
 
 torch = pytest.importorskip("torch")
 
@@ -86,7 +86,7 @@ def test_both_phases_run_from_the_command_line_and_nothing_else(fast, capsys, tm
         ("decode", 3, 1024),
         ("prefill", 4, 4),
     ]
-    assert {one.name for phase in record.phases for one in phase.ways} == {"bf16", *OURS, INT8_ATTENTION, INT4}
+    assert {one.name for phase in record.phases for one in phase.ways} == {"bf16", *OURS}
 
 
 class Called:
@@ -112,7 +112,7 @@ def flipped(stack):
 
 
 def test_one_wrong_bit_stops_a_phase(lab, monkeypatch, capsys):
-    planted = StackForm("planted", "one bit changed", flipped, ours="float attention")
+    planted = StackForm("planted", "one bit changed", flipped, ours=True)
     stacks = stacks_of(lab, (*FAST[:3], planted))
     for name, rows, cache in (DECODE, PREFILL):
         phase = measured(stacks, (name, rows, cache))
@@ -155,7 +155,7 @@ def test_what_fails_elsewhere_is_named_and_the_others_are_timed(lab):
 
 
 def test_a_failure_of_ours_is_an_error(lab):
-    ours = StackForm("ours", "cannot run", failing, ours="float attention")
+    ours = StackForm("ours", "cannot run", failing, ours=True)
     assert measured(stacks_of(lab, (*FAST[:2], ours))).wrong == "ours: ValueError: no such card"
     with pytest.raises(ValueError, match="no such card"):
         stacks_of(lab, (*FAST[:2], ours._replace(make=broken)))

@@ -59,17 +59,14 @@ def test_verification_finds_what_the_suite_finds_and_says_the_same(name):
     assert failure.lines() == trial.failures[fault.check].lines()
 
 
-def test_a_failure_shows_the_inputs_the_layouts_and_how_many_cases_fail():
+def test_a_failure_shows_the_layouts_and_how_many_cases_fail():
     trial = trial_of("inner_stride_ignored")
     perform(trial, "meaning")
     first, problem, *more = trial.failures["meaning"].lines()
     assert re.match(r"meaning: output\[\d+, \d+\] is -?\d+ \(0x..\), must be -?\d+ \(0x..\); \d+ of \d+", first)
     assert problem.startswith('problem: {"n":17,"d":33')
-    assert re.match(r"input: input\[(\d+), \d+\] = \S+ \(0x.{8}\)", more[0])
-    assert re.match(r"input: scale\[\d+\] = ", more[1])
-    assert re.match(r"input: zero_point\[\d+\] = ", more[2])
-    assert more[3] == "layouts: contiguous, wide, misaligned, crooked, reversed pass; transposed, strided fail"
-    assert re.match(r"\d+ more cases fail this check", more[4])
+    assert more[0] == "layouts: contiguous, wide, misaligned, crooked, reversed pass; transposed, strided fail"
+    assert re.match(r"\d+ more cases fail this check", more[1])
 
 
 def test_a_case_is_repeated_by_its_number_and_seed():
@@ -78,5 +75,5 @@ def test_a_case_is_repeated_by_its_number_and_seed():
     failure = trial.failures["meaning"]
     found = verify(trial.dispatcher, HOST, skus=[trial.sku.id], seed=SEED, cases=[failure.case])
     (again,) = [each for each in found.skus[0].failures if each.check == "meaning"]
-    assert (again.case, again.at, again.inputs, again.more) == (failure.case, failure.at, failure.inputs, 0)
+    assert (again.case, again.at, again.got, again.more) == (failure.case, failure.at, failure.got, 0)
     assert found.skus[0].cases == 3, "one case, drawn three times"

@@ -1,0 +1,1 @@
+"""How far a model is from another one: of its tokens, and of each of its layers."""
