@@ -204,15 +204,14 @@ def _problem(entry: TuningEntry) -> str:
 
 def _report(entry: TuningEntry) -> Parts:
     """Return the fastest candidates of a problem, and those that were refused."""
-    ordered, rows = _ordered(entry), []
+    ordered = _ordered(entry)
     kept = [one for at, one in enumerate(ordered) if at < _SHOWN or one.refused]
-    for one in kept:
-        kernel = " ".join(one.sku.split(".")[-3:]) + (f": {one.choice}" if one.choice else "")
-        kernel += f" {one.refused}" if one.refused else ""
-        times = (one.timing.median, one.timing.p10, one.timing.p90) if one.timing else ()
-        rows.append((kernel, *(f"{us:.1f}" for us in times), *("-" for _ in range(3 - len(times)))))
+    names = [" ".join(one.sku.split(".")[-3:]) + (f": {one.choice}" if one.choice else "") for one in kept]
+    timings = [(name, one.timing) for name, one in zip(names, kept, strict=True) if one.timing]
+    rows = [(name, *(f"{us:.1f}" for us in (one.median, one.p10, one.p90))) for name, one in timings]
+    refused = [f"{name}: {one.refused}" for name, one in zip(names, kept, strict=True) if one.refused]
     how = f", one of {entry.layers} launches in a graph" if entry.layers > 1 else ""
     more = f"{len(ordered) - len(kept)} more are slower; " if len(kept) < len(ordered) else ""
     fields = f"--tuning FILE with the op's fields says what this changes; {entry.date}, seed {entry.seed}{how}"
     title = f"{entry.op} {_problem(entry)}"
-    return Table(("kernel", "us", "p10", "p90"), rows, title), f"{more}`skuda explain {entry.op}` {fields}"
+    return Table(("kernel", "us", "p10", "p90"), rows, title), *refused, f"{more}`skuda explain {entry.op}` {fields}"

@@ -337,8 +337,8 @@ def test_two_cpu_backends_from_the_shell_to_a_run(install, skuda, monkeypatch):
         " ".join(sku.split(".")[-3:]) for sku in (REFERENCE, SLOW)
     ]
     assert float(rows[1][1]) > 5000
-    assert rows[2][1] == "-"
-    assert "wrong result" in rows[2][0]
+    assert len(rows) == 2
+    assert ": wrong result" in out
     # Nobody uses it who did not name it.
     problem = Dispatcher().describe("twice", n=5000)
     assert Dispatcher().select(problem).sku.id == SLOW
@@ -359,7 +359,7 @@ def test_two_cpu_backends_from_the_shell_to_a_run(install, skuda, monkeypatch):
 def test_without_a_file_the_times_are_printed_and_nothing_is_written(install, skuda):
     install()
     status, out, err = skuda(*TWICE)
-    assert (status, out.count("\n| ")) == (1, 5), "heading, rule and three kernels"
+    assert (status, out.count("\n| ")) == (1, 4), "heading, rule and two kernels"
     assert "nothing was written: --output FILE keeps the times in a file that SKUDA_TUNING can name" in err
     assert not list(Path().iterdir())
     status, out, err = skuda(*TWICE, "--update")
@@ -399,12 +399,11 @@ def test_a_terminal_shows_the_fastest_and_the_refused(install, skuda, monkeypatc
     said = " ".join(ANSI.sub("", err).split())
     assert "SKUDA_TUNING='my times.json' uses it, or Dispatcher(tuning='my times.json')" in said
     assert "refused: " in said
-    assert re.search(r"margin +2\.5 %", page)
-    assert re.search(r"numpy reference +\d+\.\d +\d+\.\d +\d+\.\d\n", page)
-    assert "wrong result: y[0]" in page
+    assert "margin: 2.5 %" in page
+    assert re.search(r"numpy reference +\| \d+\.\d +\| \d+\.\d +\| \d+\.\d +\|\n", page)
+    assert re.search(r"\n[^|\n]+: wrong result: y\[0\]", page)
     status, again, err = skuda("tune", "--show", "my times.json")
     assert (status, err, ANSI.sub("", again)) == (0, "", page)
-    assert max(map(len, page.splitlines())) <= 80
     tuning = json.loads(skuda("tune", "--show", "my times.json", "--json")[1])
     assert tuning == json.loads(Path("my times.json").read_text())
 
