@@ -145,19 +145,22 @@ def _grid(targets: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     first = int((spanning.amin() / 2).floor().clamp(min=1)) if len(low) else 1
     last = int((spanning.amax().ceil() + 1).clamp(max=_MOST_SCALE)) if len(low) else 0
     for tried in range(first, last + 1):
-        fits = (tried >= (spanning / 2).floor()) & (tried <= spanning.ceil() + 1)
+        which = ((tried >= (spanning / 2).floor()) & (tried <= spanning.ceil() + 1)).nonzero()[:, 0]
+        if not len(which):
+            continue
+        columns, around = targets[:, which], (middle[which] - tried * STEPS / 2).round()
+        least, start_of_least = best[which], offset[which]
         step = max(1, tried // 4)
-        around = (middle - tried * STEPS / 2).round()
         for moved in range(-(tried // step) * step, tried + 1, step):
             start = (around + moved).clamp(_LOWEST, _HIGHEST)
             most = ((_HIGHEST - start) / tried).floor().clamp(max=STEPS)
-            error = targets - start
+            error = columns - start
             error -= (error / tried).round_().clamp_(min=0).minimum(most).mul_(tried)
             total = _sum(error.mul_(error).mul_(importance))
-            better = fits & (total < best)
-            best = torch.where(better, total, best)
-            scale = torch.where(better, tried, scale)
-            offset = torch.where(better, start, offset)
+            better = total < least
+            least, start_of_least = torch.where(better, total, least), torch.where(better, start, start_of_least)
+        scale[which] = torch.where(least < best[which], tried, scale[which])
+        best[which], offset[which] = least, start_of_least
     return scale, offset
 
 
