@@ -491,3 +491,42 @@ def test_strict_folds_nothing_if_it_refuses():
         quantize_(model, config, strict=True)
     assert torch.equal(model.norm1.weight, before)
     assert all(type(model.get_submodule(name)) is nn.Linear for name in ("q", "k", "v", "o", "up", "down"))
+
+
+@pytest.mark.parametrize("nonfinite", ["ignore", "propagate"])
+def test_a_layer_whose_fixed_scale_is_too_coarse_is_dynamic_or_named(nonfinite):
+    rng = fresh(nonfinite)
+    model, x = nn.Sequential(nn.LayerNorm(64), linear(rng, 32, 64), nn.ReLU(), linear(rng, 16, 32)), normal(rng, 60, 64)
+    rare = x.clone()
+    rare[7] *= 300  # a row that makes the scale of all others too coarse
+    model[0] = nn.Identity()
+    calibration = calibrated(model, rare)
+    plain, checked = copy.deepcopy(model), copy.deepcopy(model)
+    report = quantize_(plain, SmoothStatic(calibration, None, nonfinite=nonfinite))
+    errors = report.static_errors
+    assert errors["1"] > 2
+    assert "  fixed scales make large errors in 2 layers, " in str(report)
+    want = rare.double() @ plain[1].weight.double().T  # that of the codes
+    fixed, own = (
+        (each(rare).double() - plain[1].bias.double() - want).square().sum()
+        for each in (plain[1], DynamicLinear(plain[1].weight_q, plain[1].weight_scale, plain[1].bias))
+    )
+    assert 0.3 < errors["1"] / float(fixed / own) < 3  # errors of columns do not quite cancel
+    limit = (min(errors.values()) + max(errors.values())) / 2
+    report = quantize_(checked, SmoothStatic(calibration, None, nonfinite=nonfinite, dynamic_above=limit))
+    kinds = {name: "StaticLinear" if error <= limit else "DynamicLinear" for name, error in errors.items()}
+    assert {name: kind.partition(",")[0] for name, kind in report.converted.items()} == kinds
+    assert sorted(kinds.values()) == ["DynamicLinear", "StaticLinear"]
+    assert all(propagates(checked[int(name)]) == (nonfinite == "propagate") for name in kinds)
+    with pytest.raises(InvalidProblem, match="dynamic_above"):
+        SmoothStatic(calibration, dynamic_above=0)
+
+
+def test_a_folded_layer_with_scales_per_row_is_dynamic():
+    rng = fresh()
+    model, x = nn.Sequential(nn.LayerNorm(64), linear(rng, 32, 64)), normal(rng, 60, 64)
+    calibration = calibrated(model, x)
+    report = quantize_(model, SmoothStatic(calibration, dynamic_above=1e-9))
+    assert dict(report.folded) == {"0": ("1",)}
+    assert type(model[1]) is DynamicLinear
+    assert not report.static_errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,10 @@ class Config(Protocol):
         SkudaError
             If the layer cannot be converted. The message says why.
         """
+
+
+_TWICE = 2.0
+"""From which on the report warns of the error of a fixed scale."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,9 @@ class Report:
         Memory of those of the converted layers.
     per_row : tuple of str
         Converted layers of 4-bit weights with one scale a row, which are far less accurate than groups.
+    static_errors : mapping of str to float
+        By layer with a fixed scale, the squared error of its outputs for the calibration's rows, over that with a scale
+        per row.
     """
 
     converted: Mapping[str, str]
@@ -194,6 +201,7 @@ class Report:
     layer_bytes_before: int
     layer_bytes_after: int
     per_row: tuple[str, ...] = ()
+    static_errors: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         layers = _change(self.layer_bytes_before, self.layer_bytes_after)
@@ -206,6 +214,10 @@ class Report:
         lines += table("not folded:", self.not_folded)
         if {"DynamicLinear", "SmoothedLinear", "StaticLinear"}.intersection(self.converted.values()):
             lines.append('  a NaN in an input counts as 0: with nonfinite="propagate", its row of the output is NaN')
+        above = {error: name for name, error in self.static_errors.items() if error > _TWICE}
+        if above:
+            most = f"{max(above):.3g} times that of a scale per row in {above[max(above)]}"
+            lines.append(f"  fixed scales make large errors in {len(above)} layers, {most}: see dynamic_above")
         if self.per_row:
             lines.append(f"  {per_row_text(self.per_row)}")
         return "\n".join(lines)
@@ -295,6 +307,7 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
         layer_bytes_before=before,
         layer_bytes_after=sum(map(bytes_of, converted.values())),
         per_row=_per_row(converted, getattr(config, "group_size", None)),
+        static_errors=dict(getattr(joint, "static_errors", {})),
     )
 
 

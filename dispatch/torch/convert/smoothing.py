@@ -21,7 +21,7 @@ from skuda.torch.convert.calibration import Calibration
 from skuda.torch.formats import Quantizer, quantizer
 from skuda.torch.formats.int8 import CODES
 from skuda.torch.linear.activation import Nonfinite, check_nonfinite
-from skuda.torch.linear.int8_linear import Int8Linear, layer_of, propagating
+from skuda.torch.linear.int8_linear import Int8Linear, StaticLinear, layer_of, propagating
 from skuda.torch.models.replaceable_layers import hooked
 
 ALPHAS = tuple(i / 20 for i in range(21))
@@ -91,7 +91,10 @@ class _Smooth:
         return _Smoothing(self, shared, norms, not_folded)
 
     def _converted(self, name: str, linear: nn.Linear, smooth: Tensor | None) -> Int8Linear:
-        made = self._made(linear.weight, linear.bias, self._maxima(name, linear), smooth)
+        return self.like(self._made(linear.weight, linear.bias, self._maxima(name, linear), smooth))
+
+    def like(self, made: Int8Linear) -> Int8Linear:
+        """Let a layer do with what is not finite as the config says. Return it."""
         return propagating(made) if self.nonfinite == "propagate" else made
 
     def _made(self, weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: Tensor | None) -> Int8Linear:
@@ -163,6 +166,7 @@ class _Smooth:
         return error
 
 
+@dataclass(frozen=True, eq=False)
 class SmoothStatic(_Smooth):
     """Config of `quantize_`: one activation scale per layer from calibration, after SmoothQuant's smoothing.
 
@@ -188,6 +192,10 @@ class SmoothStatic(_Smooth):
         pass over the input and one over the output.
     weights, group_size
         The bits of a weight, as in `Dynamic`.
+    dynamic_above : float, optional
+        Layers whose outputs have a larger squared error, for the kept rows, than this multiple of that with a scale per
+        row, get scales per row: they become `DynamicLinear` or `SmoothedLinear`. By default none, and the report says
+        for how many layers it is more than twice. In language models, a few large inputs make it hundreds.
 
     Raises
     ------
@@ -195,7 +203,16 @@ class SmoothStatic(_Smooth):
         For an argument of the wrong type, or an incomplete calibration.
     """
 
+    dynamic_above: float | None = None
+
     _static = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limit: object = self.dynamic_above
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0
+        if not (number or limit is None):
+            raise InvalidProblem("SmoothStatic", "dynamic_above", shown(limit), "be a positive number or None")
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +247,8 @@ class _Smoothing:
     ----------
     not_folded : dict of str to str
         Norms in front of layers that did not take over factors, and why.
+    static_errors : dict of str to float
+        By static layer, the squared error of its outputs over that with a scale per row.
     """
 
     def __init__(
@@ -240,12 +259,23 @@ class _Smoothing:
         not_folded: dict[str, str],
     ) -> None:
         self._config, self._shared, self._norms, self.not_folded = config, shared, norms, not_folded
+        self.static_errors: dict[str, float] = {}
 
     def convert(self, name: str, linear: nn.Linear) -> Int8Linear:
         """Return the int8 form of one layer."""
         if name not in self._shared:
-            return self._config.convert(name, linear)
-        return self._config._converted(name, linear, self._shared[name])  # noqa: SLF001  the two are one
+            made = self._config.convert(name, linear)
+        else:
+            made = self._config._converted(name, linear, self._shared[name])  # noqa: SLF001  the two are one
+        rows, limit = self._config.calibration.rows.get(name), getattr(self._config, "dynamic_above", None)
+        if isinstance(made, StaticLinear) and rows is not None and len(rows):
+            error = _static_error(made, rows.to(linear.weight.device))
+            if limit is None or error <= limit:
+                self.static_errors[name] = error
+            else:
+                given: Any = {"dtype": made.weight_dtype, "in_features": made.in_features, "smooth": made.smooth}
+                made = self._config.like(layer_of(made.weight_q, made.weight_scale, made.bias, **given))
+        return made
 
     def fold(self, model: nn.Module, converted: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
         """Fold factors into norms if all of their layers were converted. Return these layers by norm."""
@@ -263,6 +293,21 @@ class _Smoothing:
             else:
                 self.not_folded[norm] = "its dtype cannot hold the quotients"
         return folded
+
+
+@torch.no_grad()
+def _static_error(layer: StaticLinear, rows: Tensor) -> float:
+    """Return the squared error that a fixed scale makes in the outputs for rows, over that of a scale per row."""
+    rows = rows[rows.isfinite().all(1)]
+    values = rows.float() if layer.smooth is None else torch.ops.skuda.smooth(rows, layer.smooth)
+    codes, scale, _ = torch.ops.skuda.dynamic_range(values, **CODES)
+    integers = layer.format.integers(layer.weight_q, layer.out_features, layer.in_features)
+    energy = (integers.float() * layer.weight_scale).double().square().sum(0)
+    fixed, own = (
+        float(((values.double() - taken.double() * step.double()).square() * energy).sum())
+        for taken, step in ((layer.codes(rows), layer.input_scale), (codes, scale[:, None]))
+    )
+    return fixed / own if own else (inf if fixed else 1.0)
 
 
 def check_calibration(subject: str, calibration: object) -> None:
