@@ -119,6 +119,30 @@ def test_a_checkpoint_of_floats_is_quantized_as_it_is_loaded(tied, tmp_path):
     assert_survives_saving(model, ids, tmp_path)
 
 
+@pytest.mark.parametrize("given", [{}, {"weights": "int4", "group_size": 32}, {"exact": True}])
+def test_a_calibration_is_run_as_a_checkpoint_of_floats_is_loaded(given, tmp_path):
+    rng = fresh(str(given))
+    plain = llama(rng, torch.float32)
+    plain.save_pretrained(tmp_path)
+    batches = [torch.from_numpy(rng.integers(3, 97, (4, 32))) for _ in range(2)]
+    config = SkudaConfig(calibration=[batches[0], {"input_ids": batches[1]}], **given)
+    model = from_pretrained(tmp_path, quantization_config=config)
+    assert len(model.hf_quantizer.report.folded) == (4 if "weights" in given else 6)
+    assert model.config.quantization_config.calibration is None
+    if "exact" not in given:
+        quantize_(
+            plain,
+            Dynamic(**given, calibration=calibrated(plain, *batches, rows=256)),
+            lambda module, _: module is not plain.lm_head,
+        )
+        ids = drawn_ids(rng)
+        assert torch.equal(logits(model, ids), logits(plain, ids))
+        assert_survives_saving(model, ids, tmp_path)
+    for wrong in (batches[0], [], 3):
+        with pytest.raises(InvalidProblem, match="calibration must be a list"):
+            SkudaConfig(calibration=wrong)
+
+
 def test_a_fused_model_is_saved_as_the_model_that_it_was(tmp_path):
     rng = fresh()
     llama(rng).save_pretrained(tmp_path)
@@ -533,7 +557,13 @@ def test_a_mapping_is_a_config(tmp_path):
 
 @pytest.mark.parametrize(
     "option",
-    [{"weights": "int4"}, {"group_size": 32, "weights": "int4"}, {"ignore": []}, {"group_size": 128}],
+    [
+        {"weights": "int4"},
+        {"group_size": 32, "weights": "int4"},
+        {"ignore": []},
+        {"group_size": 128},
+        {"calibration": [torch.ones(1, 1)]},
+    ],
 )
 def test_options_that_a_quantized_checkpoint_cannot_take_are_refused(option, quantized):
     warnings.filterwarnings("ignore", ".*already has a `quantization_config`")

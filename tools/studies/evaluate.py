@@ -167,10 +167,8 @@ class _Work:
                 size, pairs = None, zip(windows, served[at], strict=True)
                 found = summary([likeliest(reference, ids[0], places) for ids, places in pairs])
             else:
-                how = {"dtype": "float32"} if calibrated else loading[at]
+                how = _loading(config, seen) if calibrated else loading[at]
                 model = self._loaded("AutoModelForCausalLM", self.model, **how)
-                if calibrated:
-                    _calibrate(model, given, seen)
                 size, found = _bytes(model), compare(model, reference, windows, by_layer=by_layer)
                 del model
             rows[0]["perplexity"] = found.reference_perplexity
@@ -213,24 +211,12 @@ class _Work:
         ]
 
 
-def _calibrate(model: Any, config: Mapping[str, Any], windows: Sequence[Any]) -> None:
-    """Quantize a model after a calibration."""
-    from skuda.torch import Dynamic, calibrate, quantize_
-
-    if not config.keys() <= {"weights", "group_size"}:
-        rule = "have no other fields than weights and group_size with --calibration"
-        raise InvalidProblem("evaluate", "--quantize", json.dumps(config), rule)
-    with calibrate(model, rows=1 << 13) as calibration:
-        for each in windows:
-            model(each.to(model.device))
-    quantize_(model, Dynamic(**config, calibration=calibration))
-
-
-def _loading(config: Mapping[str, Any] | None) -> dict[str, Any]:
+def _loading(config: Mapping[str, Any] | None, calibration: Sequence[Any] = ()) -> dict[str, Any]:
     """Return how transformers loads a model that is quantized so, or as it is."""
     from skuda.torch.hf.transformers import SkudaConfig
 
     described = SkudaConfig.from_dict({"quant_method": "skuda", **(config or {})})
+    described.calibration = calibration or None
     return {"dtype": "auto"} if config is None else {"dtype": "float32", "quantization_config": described}
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import one_line, shown
@@ -42,6 +42,7 @@ except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
 import skuda.torch.attention  # noqa: F401  it registers an attention
+from skuda.torch.convert.calibration import calibrate
 from skuda.torch.convert.dequantize import dequantize_
 from skuda.torch.convert.quantize import Dynamic, Report, quantize_, report_of_loaded
 from skuda.torch.exact.exact import exact_
@@ -55,7 +56,7 @@ from skuda.torch.hf.scheme import METHOD, OWN_METHOD, ActivationScheme, Scheme, 
 from skuda.torch.hf.stored import check_values, int8_layer
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import int8_layers
-from skuda.torch.models.replaceable_layers import sizes_of
+from skuda.torch.models.replaceable_layers import Filter, sizes_of
 
 for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
     _known.pop(OWN_METHOD, None)  # that of an import that was interrupted afterwards; registering again is an error
@@ -63,6 +64,8 @@ for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPIN
 _OPTIONS = ("ignore", "weights", "group_size", "symmetric", "exact", "round_scales")
 _OF_FLOATS = ("ignore", "weights", "group_size", "symmetric")
 """Options that choose how floats are quantized."""
+_MOST_ROWS = 1 << 14
+"""Inputs of a layer that a calibration keeps."""
 
 
 @register_quantization_config(OWN_METHOD)
@@ -90,6 +93,10 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         As in `skuda.torch.load_`, for a checkpoint of 4-bit weights, whose own config says all else.
     scheme : Scheme, optional
         The scheme of an int8 checkpoint, in place of all other arguments.
+    calibration : sequence of tensor or mapping, optional
+        Batches of tokens of shape (B, T), or arguments of the model. The model of floats runs on them after loading, on
+        the device where it was loaded, and `Dynamic` gets the calibration, with up to 16,384 inputs of each layer. It
+        is not saved with the model.
 
     Raises
     ------
@@ -110,7 +117,11 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         exact: bool | None = None,
         round_scales: bool = False,
         scheme: Scheme | None = None,
+        calibration: Sequence[Tensor | Mapping[str, Any]] | None = None,
     ) -> None:
+        if calibration is not None and (not isinstance(calibration, list | tuple) or not calibration):
+            rule = "be a list of tensors of tokens, or of mappings of arguments"
+            raise InvalidProblem("SkudaConfig", "calibration", shown(calibration), rule)
         for name, flag in (("exact", exact), ("round_scales", round_scales)):
             if flag is not None and not isinstance(flag, bool):
                 raise InvalidProblem("SkudaConfig", name, shown(flag), "be True or False")
@@ -130,9 +141,9 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.ignore = None if ignore is None else tuple(ignore)
         self.weights, self.group_size, self.symmetric = weights, group_size, symmetric
         self.exact, self.round_scales = exact, round_scales
-        self.scheme = scheme
+        self.scheme, self.calibration = scheme, calibration
         _ = self.dynamic
-        if scheme is not None and self._given():
+        if scheme is not None and (self._given() or calibration):
             raise InvalidProblem("SkudaConfig", "scheme", "a scheme beside other arguments", "be the only argument")
 
     @property
@@ -175,7 +186,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return what transformers gives to the config of a checkpoint. `check_checkpoint` then checks it."""
         asked = {} if self.scheme is None else {"asked": self.scheme}
-        return self._given() | {"round_scales": self.round_scales} | asked
+        return self._given() | {"round_scales": self.round_scales, "calibration": self.calibration} | asked
 
     def check_checkpoint(self) -> None:
         """Raise `InvalidProblem` for an option that a checkpoint which is quantized already cannot take."""
@@ -186,7 +197,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
             rule = "be that of the checkpoint's own config, or be left out"
             raise InvalidProblem("from_pretrained", "scheme", "another scheme", rule)
         held = " and ".join(sorted({group.stored.name for group in self.scheme.groups}))
-        for name in _OF_FLOATS:
+        for name in (*_OF_FLOATS, "calibration"):
             value = getattr(self, name)
             if value is not None and (name != "weights" or value != held):
                 rule = f"be left out: the checkpoint is quantized already, with weights of {held}, as its config says"
@@ -375,7 +386,9 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         if ignore is None:
             logits = None if config.exact else model.get_output_embeddings()
             ignore = tuple(name for name, module in model.named_modules() if module is logits)
-        self.report = quantize_(model, config.dynamic, lambda module, name: not matches(ignore, name, module))
+        chosen = partial(_chosen, tuple(ignore))
+        dynamic = config.dynamic if config.calibration is None else _calibrated(model, config, chosen)
+        self.report = quantize_(model, dynamic, chosen)
         if not self.report.converted:
             rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
             had = one_line(f"{type(model).__name__}, {self.report}", 200)
@@ -453,6 +466,23 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                 import_module("accelerate.hooks").add_hook_to_module(layer, held._hf_hook)  # noqa: SLF001  its only name
         self._unread = {}
         warn_rounded(rounded, stacklevel=2)
+
+
+def _chosen(ignore: tuple[str, ...], module: nn.Module, name: str) -> bool:
+    return not matches(ignore, name, module)
+
+
+def _calibrated(model: nn.Module, config: SkudaConfig, chosen: Filter) -> Dynamic:
+    """Return the config with the calibration of a model of floats."""
+    batches = [each if isinstance(each, Mapping) else {"input_ids": each} for each in config.calibration or ()]
+    tokens = sum(max(each.numel() for each in batch.values() if isinstance(each, Tensor)) for batch in batches)
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    with calibrate(model, chosen, rows=min(tokens, _MOST_ROWS)) as calibration:
+        for batch in batches:
+            model(**{name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()})
+    model.train(training)
+    return replace(config.dynamic, calibration=calibration)
 
 
 def convert_(model: Any) -> tuple[str, ...]:
