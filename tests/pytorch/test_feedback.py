@@ -184,6 +184,15 @@ def test_what_cannot_be_folded_stays_and_says_why():
     assert "also that of model.layers.1" in folding.not_folded["model.layers.0.post_attention_layernorm"]
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(model.state_dict()[name], before[name])
+    model, tokens = with_outliers(fresh())
+    calibration = calibrated(model, *tokens)
+    for name in ("mlp.up_proj", "self_attn.q_proj"):
+        model.get_submodule(f"model.layers.1.{name}").register_forward_hook(lambda *_: None)
+    model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj)  # as an adapter does
+    hooks = fold_(model, calibrated(model, *tokens)).not_folded
+    assert "it has hooks" in hooks["model.layers.1.mlp.up_proj"]
+    assert "it has hooks" in hooks["model.layers.1.input_layernorm"]
+    assert "no inputs were seen" in hooks["model.layers.0.mlp.up_proj"]
     without = fold_(with_outliers(fresh())[0], calibration, gates=False)
     assert not any("up_proj" in name for name in without.folded)
     with pytest.raises(InvalidProblem, match="alpha"):

@@ -21,7 +21,14 @@ from skuda.registry.value import expect
 from skuda.torch.convert.calibration import Calibration
 from skuda.torch.convert.smoothing import check_calibration, column_maxima, largest, not_proportional
 from skuda.torch.fuse.fuse import gated_form
-from skuda.torch.models.replaceable_layers import ReplacementChecks, as_linear, check_model, is_conv1d, table
+from skuda.torch.models.replaceable_layers import (
+    ReplacementChecks,
+    as_linear,
+    check_model,
+    hooked,
+    is_conv1d,
+    table,
+)
 from skuda.torch.models.source import NotProven
 
 
@@ -137,15 +144,19 @@ def _unfit(
     for name in names:
         if name not in modules:
             raise InvalidProblem("fold_", "calibration", f"no layer {name} in the model", "be of this model")
-        reason = calibration.left.get(name) or checks.of(modules[name])
-        if reason is not None or name not in calibration.maxima:
-            return f"{name}: {(reason or 'no inputs were seen').removesuffix(': choose it with filter_fn')}"
+        reason = calibration.left.get(name)
+        if reason is None and name not in calibration.maxima:
+            reason = "no inputs were seen"
+        reason = reason or checks.of(modules[name]) or ("it has hooks" if hooked(modules[name]) else None)
+        if reason is not None:
+            return f"{name}: {reason.removesuffix(': choose it with filter_fn')}"
     front = modules.get(source)
     if front is None:
         return "there is no such module in this model"
     width = as_linear(modules[names[0]]).in_features
     if isinstance(front, nn.Linear) or is_conv1d(front):
-        return checks.of(front) or ("" if as_linear(front).out_features == width else "its size differs")
+        reason = checks.of(front) or ("it has hooks" if hooked(front) else "")
+        return reason or ("" if as_linear(front).out_features == width else "its size differs")
     return not_proportional(front, width) or ""
 
 

@@ -251,7 +251,8 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     strict : bool
         Whether to raise, before any change, if a selected layer cannot be replaced, or if another parameter stays in
         floating point by which inputs may be multiplied. Tables of embeddings and weights of norms do not count. With
-        `strict`, the filter is asked about the modules of such parameters, too, and excludes them by returning False.
+        `strict`, the filter is asked about the modules of such parameters, too, and excludes them by returning False. A
+        layer that its calibration does not serve is found after the model was folded, which then stays so.
 
     Returns
     -------
