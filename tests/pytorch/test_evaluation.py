@@ -13,11 +13,21 @@ import torch
 from support import fresh
 from torch import nn
 
+from skuda.dispatch.shard import on_ranks
 from skuda.registry import InvalidProblem
-from skuda.torch import Comparison, Dynamic, SmoothDynamic, SmoothStatic, calibrate, compare, fuse_, quantize_
+from skuda.torch import (
+    ColumnLinear,
+    Comparison,
+    Dynamic,
+    SmoothDynamic,
+    SmoothStatic,
+    calibrate,
+    compare,
+    fuse_,
+    quantize_,
+)
 from skuda.torch.evaluation import comparison
 from skuda.torch.evaluation.likeliest import likeliest
-from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import Part
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -255,11 +265,12 @@ def test_logits_that_are_not_finite_are_named(who):
         compare(**both, inputs=[IDS])
 
 
-def test_a_rank_s_part_is_refused(monkeypatch):
+def test_a_rank_s_part_is_refused():
     reference = Classifier(of_tokens=True)
-    monkeypatch.setattr(Int8Linear, "sharded", True)
+    model = int8(reference)
+    on_ranks(1, lambda group: setattr(model, "head", ColumnLinear(model.head, group)))
     with pytest.raises(InvalidProblem, match="head must be whole"):
-        compare(int8(reference), reference, [IDS], by_layer=True)
+        compare(model, reference, [IDS], by_layer=True)
 
 
 @pytest.mark.parametrize("kept", [3, 64])

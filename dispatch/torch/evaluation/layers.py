@@ -57,7 +57,7 @@ def replacements(model: nn.Module, reference: nn.Module) -> dict[str, Replacemen
     found = {}
     for name, layer in layers.items():
         original: Any = originals.get(name)
-        if getattr(layer.joined if isinstance(layer, Part) else layer, "sharded", False):
+        if (layer.joined if isinstance(layer, Part) else layer).split is not None:
             rule = "be whole with by_layer=True: compare before parallelize_"
             raise InvalidProblem("compare", name, "a rank's part of a layer", rule)
         if getattr(original, "weight", None) is None or as_linear(original).weight.shape != layer.weight.shape:
