@@ -12,7 +12,7 @@ PARTS = {
     "torch": ("dispatch/torch", (), 16_460),
     "serving": ("dispatch/serving", (), 600),
     "vllm": ("dispatch/vllm", (), 2_000),
-    "tests": ("tests", (), 48_210),
+    "tests": ("tests", (), 48_240),
 }
 
 
