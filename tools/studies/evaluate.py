@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from skuda.dispatch.select.environment import skuda_version, versions
 from skuda.dispatch.system.writing import write_whole
+from skuda.registry.cached import cached_property
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import one_line
 from skuda.tools.files import check, read_json, read_text
@@ -131,11 +132,15 @@ class _Work:
         on_gpu = device == "gpu" or (device == "auto" and torch.cuda.is_available())
         self.place = torch.device("cuda" if on_gpu else "cpu")
 
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self._loaded("AutoTokenizer", self.model)
+
     def windows(self, path: Path, count: int, skip: int) -> list[Any]:
         """Return windows of a text as ids of shape (1, T)."""
         from skuda.torch.evaluation.windows import windows
 
-        tokenizer = self._loaded("AutoTokenizer", self.model)
+        tokenizer = self._tokenizer
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 from skuda.torch.linear.int8_linear import Int8Linear, autocast
 from skuda.torch.models.replaceable_layers import (
     Filter,
@@ -94,6 +96,13 @@ class Calibration:
 
     def __repr__(self) -> str:
         return f"Calibration({len(self.maxima)} layers, {len(self.norms)} norms, complete={self.complete})"
+
+
+def check_calibration(subject: str, calibration: object) -> None:
+    """Raise `InvalidProblem` for anything but a complete calibration."""
+    if not (isinstance(calibration, Calibration) and calibration.complete):
+        rule = "be the Calibration of a finished `with calibrate(...)` block"
+        raise InvalidProblem(subject, "calibration", shown(calibration), rule)
 
 
 @contextmanager

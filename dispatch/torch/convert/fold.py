@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from skuda.kernels.smoothing import factors
 from skuda.registry.errors import InvalidProblem
-from skuda.registry.text import shown
-from skuda.registry.value import expect
-from skuda.torch.convert.calibration import Calibration
-from skuda.torch.convert.smoothing import check_calibration, column_maxima, largest, not_proportional
+from skuda.registry.value import expect, expect_real
+from skuda.torch.convert.calibration import Calibration, check_calibration
+from skuda.torch.convert.smoothing import column_maxima, largest, not_proportional
 from skuda.torch.fuse.fuse import gated_form
 from skuda.torch.models.replaceable_layers import (
     ReplacementChecks,
@@ -94,9 +93,7 @@ def fold_(
     """
     check_model("fold_", model, None)
     check_calibration("fold_", calibration)
-    given: object = alpha
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
-        raise InvalidProblem("fold_", "alpha", shown(alpha), "be a number in 0..1")
+    alpha = expect_real("fold_", "alpha", alpha, 0, 1)
     for name, value in {"gates": gates, "exact": exact}.items():
         expect("fold_", name, value, bool, "be True or False")
     if calibration.folded:

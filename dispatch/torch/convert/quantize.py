@@ -11,9 +11,8 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
-from skuda.torch.convert.calibration import Calibration
+from skuda.torch.convert.calibration import Calibration, check_calibration
 from skuda.torch.convert.fold import fold_
-from skuda.torch.convert.smoothing import check_calibration
 from skuda.torch.formats import INT8, Quantizer, quantizer
 from skuda.torch.formats.feedback import Moments
 from skuda.torch.formats.int4 import per_row_text
@@ -45,8 +44,8 @@ class Config(Protocol):
 
     A config whose layers depend on each other also has ``together(model, linears)``. It is called once, with all layers
     to convert by name, and returns the object that converts them. That object may have ``fold(model, converted)``,
-    which is called at the end and returns layers by the norm that took over their factors, and ``not_folded``, reasons
-    by norm.
+    which is called at the end and returns layers by the module that took over their factors, ``not_folded``, reasons by
+    module, and ``static_errors``, as in `Report`.
     """
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
@@ -178,9 +177,9 @@ class Report:
         What stays as it is, and why: other linear layers, by name, and all other parameters of floats with two or more
         axes, by the names of the parameters.
     folded : mapping of str to tuple of str
-        Norms that took over smoothing factors, and their layers.
+        Modules that took over smoothing factors, and their layers.
     not_folded : mapping of str to str
-        Other norms in front of layers, and why they did not take over factors.
+        Other modules in front of layers, and why they did not take over factors.
     bytes_before, bytes_after : int
         Memory of the parameters and buffers of the whole model.
     layer_bytes_before, layer_bytes_after : int
@@ -214,9 +213,9 @@ class Report:
         lines += table("not folded:", self.not_folded)
         if {"DynamicLinear", "SmoothedLinear", "StaticLinear"}.intersection(self.converted.values()):
             lines.append('  a NaN in an input counts as 0: with nonfinite="propagate", its row of the output is NaN')
-        above = {error: name for name, error in self.static_errors.items() if error > _TWICE}
+        above = [(error, name) for name, error in self.static_errors.items() if error > _TWICE]
         if above:
-            most = f"{max(above):.3g} times that of a scale per row in {above[max(above)]}"
+            most = f"{max(above)[0]:.3g} times that of a scale per row in {max(above)[1]}"
             lines.append(f"  fixed scales make large errors in {len(above)} layers, {most}: see dynamic_above")
         if self.per_row:
             lines.append(f"  {per_row_text(self.per_row)}")

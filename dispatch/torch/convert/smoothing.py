@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from skuda.kernels.smoothing import factors
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
-from skuda.torch.convert.calibration import Calibration
+from skuda.torch.convert.calibration import Calibration, check_calibration
 from skuda.torch.formats import Quantizer, quantizer
 from skuda.torch.formats.int8 import CODES
 from skuda.torch.linear.activation import Nonfinite, check_nonfinite
@@ -69,10 +69,10 @@ class _Smooth:
         norms: dict[str, tuple[str, ...]] = {}
         not_folded: dict[str, str] = {}
         if self.fold and self.alpha is not None:
+            modules = dict(model.named_modules())
             not_folded |= self.calibration.not_folded
             for norm, names in self.calibration.norms.items():
                 others = [name for name in names if name not in linears]
-                modules = dict(model.named_modules())
                 reason = f"{others[0]} stays as it is" if others else None
                 if not others and norm not in modules:
                     reason = "there is no such module in this model"
@@ -267,15 +267,16 @@ class _Smoothing:
             made = self._config.convert(name, linear)
         else:
             made = self._config._converted(name, linear, self._shared[name])  # noqa: SLF001  the two are one
-        rows, limit = self._config.calibration.rows.get(name), getattr(self._config, "dynamic_above", None)
-        if isinstance(made, StaticLinear) and rows is not None and len(rows):
-            error = _static_error(made, rows.to(linear.weight.device))
-            if limit is None or error <= limit:
-                self.static_errors[name] = error
-            else:
-                given: Any = {"dtype": made.weight_dtype, "in_features": made.in_features, "smooth": made.smooth}
-                made = self._config.like(layer_of(made.weight_q, made.weight_scale, made.bias, **given))
-        return made
+        rows = self._config.calibration.rows.get(name)
+        if not isinstance(self._config, SmoothStatic) or rows is None or not len(rows):
+            return made
+        assert isinstance(made, StaticLinear)
+        error, limit = _static_error(made, rows.to(linear.weight.device)), self._config.dynamic_above
+        if limit is None or error <= limit:
+            self.static_errors[name] = error
+            return made
+        given: Any = {"dtype": made.weight_dtype, "in_features": made.in_features, "smooth": made.smooth}
+        return self._config.like(layer_of(made.weight_q, made.weight_scale, made.bias, **given))
 
     def fold(self, model: nn.Module, converted: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
         """Fold factors into norms if all of their layers were converted. Return these layers by norm."""
@@ -308,13 +309,6 @@ def _static_error(layer: StaticLinear, rows: Tensor) -> float:
         for taken, step in ((layer.codes(rows), layer.input_scale), (codes, scale[:, None]))
     )
     return fixed / own if own else (inf if fixed else 1.0)
-
-
-def check_calibration(subject: str, calibration: object) -> None:
-    """Raise `InvalidProblem` for anything but a complete calibration."""
-    if not (isinstance(calibration, Calibration) and calibration.complete):
-        rule = "be the Calibration of a finished `with calibrate(...)` block"
-        raise InvalidProblem(subject, "calibration", shown(calibration), rule)
 
 
 def _check(subject: str, calibration: object, alpha: object, fold: object) -> None:

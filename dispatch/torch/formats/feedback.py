@@ -12,21 +12,18 @@ rounded by itself, in f64 but for the choice of a group's levels, and in the ord
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
+from skuda.registry.cached import cached_property
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.formats.int8 import quantized_weight
-from skuda.torch.formats.levels import STEPS, Int4Weight, check_group_size
+from skuda.torch.formats.levels import HIGHEST, LOWEST, STEPS, WIDEST_SYMMETRIC, Int4Weight, check_group_size
 
 DAMPING = 0.01
 """What is added to the diagonal of H, as a part of its mean."""
 _LARGEST = 32639
 """The largest code of a calibrated input. Below 2^15, so that sums of 2^23 products are exact in f64."""
-_MOST_SCALE = 18
-_LOWEST, _HIGHEST = -128, 127
 
 
 class Moments:
@@ -131,7 +128,7 @@ def calibrated_weight(weight: Tensor, moments: Moments, group_size: int = 128) -
 
 def _level(targets: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Return the nearest levels whose codes are s8."""
-    most = ((_HIGHEST - offset) / scale).floor().clamp(max=STEPS)
+    most = ((HIGHEST - offset) / scale).floor().clamp(max=STEPS)
     return ((targets - offset) / scale).round().clamp(min=0).minimum(most)
 
 
@@ -143,7 +140,7 @@ def _grid(targets: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     best = torch.full_like(low, torch.inf)
     scale, offset = torch.ones_like(low), torch.zeros_like(low)
     first = int((spanning.amin() / 2).floor().clamp(min=1)) if len(low) else 1
-    last = int((spanning.amax().ceil() + 1).clamp(max=_MOST_SCALE)) if len(low) else 0
+    last = int((spanning.amax().ceil() + 1).clamp(max=WIDEST_SYMMETRIC)) if len(low) else 0
     for tried in range(first, last + 1):
         which = ((tried >= (spanning / 2).floor()) & (tried <= spanning.ceil() + 1)).nonzero()[:, 0]
         if not len(which):
@@ -152,8 +149,8 @@ def _grid(targets: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
         least, start_of_least = best[which], offset[which]
         step = max(1, tried // 4)
         for moved in range(-(tried // step) * step, tried + 1, step):
-            start = (around + moved).clamp(_LOWEST, _HIGHEST)
-            most = ((_HIGHEST - start) / tried).floor().clamp(max=STEPS)
+            start = (around + moved).clamp(LOWEST, HIGHEST)
+            most = ((HIGHEST - start) / tried).floor().clamp(max=STEPS)
             error = columns - start
             error -= (error / tried).round_().clamp_(min=0).minimum(most).mul_(tried)
             total = _sum(error.mul_(error).mul_(importance))

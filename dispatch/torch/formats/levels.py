@@ -22,10 +22,11 @@ from skuda.torch.ops.tensor_op import check_tensors
 
 STEPS = 15
 """The largest level."""
-_LOWEST, _HIGHEST = -128, 127
-_WIDEST = (_HIGHEST - _LOWEST) // STEPS
+LOWEST, HIGHEST = -128, 127
+"""The bounds of codes."""
+_WIDEST = (HIGHEST - LOWEST) // STEPS
 """The scale at which the levels span all codes."""
-_WIDEST_SYMMETRIC = _HIGHEST // 7
+WIDEST_SYMMETRIC = HIGHEST // 7
 """The largest scale with codes of -7 to 7 times it."""
 _MOST_GROUPS, _MOST_ELEMENTS = 1024, 1 << 22
 """Groups, and elements, that are in memory as more than bytes at a time."""
@@ -176,7 +177,7 @@ def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = No
     values = (levels - spread(shift, levels)) * spread(sign, levels)
     low, high = ends(values, scales.shape[1])
     largest = torch.maximum(-low, high)
-    below, above = _LOWEST // low.clamp(max=-1), _HIGHEST // high.clamp(min=1)
+    below, above = LOWEST // low.clamp(max=-1), HIGHEST // high.clamp(min=1)
     room = torch.where(high > 0, torch.minimum(below, above), below)
     wanted = scales.detach().double().abs() * (largest > 0)  # of a group of zeros, any scale will do
     channel = _channel_scale(wanted, room, largest)
@@ -264,7 +265,7 @@ def _nearest(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Return the levels of which codes are nearest to given ones; all are integers."""
     step = scale.clamp(min=1)
     level = (2 * (codes - offset) + step - 1).div(2 * step, rounding_mode="floor")
-    return torch.minimum(level.clamp(0, STEPS), (_HIGHEST - offset).div(step, rounding_mode="floor"))
+    return torch.minimum(level.clamp(0, STEPS), (HIGHEST - offset).div(step, rounding_mode="floor"))
 
 
 def _best(codes: Tensor, low: Tensor, high: Tensor, *, symmetric: bool, whole: bool) -> tuple[Tensor, Tensor]:
@@ -287,17 +288,17 @@ def _best(codes: Tensor, low: Tensor, high: Tensor, *, symmetric: bool, whole: b
         scale, offset = torch.where(low == high, 0, scale), torch.where(low == high, low, offset)
     few = ((counts > 0).sum(1) <= STEPS).nonzero()[:, 0]
     divisor = _common_divisor(codes[few] - (0 if symmetric else low[few, None]))
-    exact = divisor > (_WIDEST_SYMMETRIC if symmetric else _WIDEST)
+    exact = divisor > (WIDEST_SYMMETRIC if symmetric else _WIDEST)
     scale[few[exact]], offset[few[exact]] = divisor[exact], low[few[exact]]
     return scale, offset
 
 
 def _reaching(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest scales of which one level is 0 and none of the codes is further than half a scale away."""
-    scale, offset = torch.full_like(low, _WIDEST_SYMMETRIC), torch.full_like(low, -7 * _WIDEST_SYMMETRIC)
-    for tried in range(_WIDEST_SYMMETRIC - 1, 0, -1):
-        below = (-2 * low + tried - 1).div(2 * tried, rounding_mode="floor").clamp(0, -_LOWEST // tried)
-        above = (STEPS - below).clamp(max=_HIGHEST // tried)
+    scale, offset = torch.full_like(low, WIDEST_SYMMETRIC), torch.full_like(low, -7 * WIDEST_SYMMETRIC)
+    for tried in range(WIDEST_SYMMETRIC - 1, 0, -1):
+        below = (-2 * low + tried - 1).div(2 * tried, rounding_mode="floor").clamp(0, -LOWEST // tried)
+        above = (STEPS - below).clamp(max=HIGHEST // tried)
         reaches = ((2 * below + 1) * tried >= -2 * low) & ((2 * above + 1) * tried >= 2 * high)
         scale, offset = torch.where(reaches, tried, scale), torch.where(reaches, -below * tried, offset)
     return scale, offset
@@ -305,8 +306,8 @@ def _reaching(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 def _multiples(codes: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and offsets with codes of -8 to 7 times the scale, or of -7 to 7 times one above 16."""
-    scale = torch.arange(1, _WIDEST_SYMMETRIC + 1, dtype=torch.int32, device=codes.device)
-    return scale, -scale * (8 - (8 * scale > -_LOWEST).int())
+    scale = torch.arange(1, WIDEST_SYMMETRIC + 1, dtype=torch.int32, device=codes.device)
+    return scale, -scale * (8 - (8 * scale > -LOWEST).int())
 
 
 def _candidates(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,7 +320,7 @@ def _candidates(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     wide = (span + STEPS - 1).div(STEPS, rounding_mode="floor").clamp(min=1)
     # A bound of the error: that of levels from the smallest code to the largest, as near to each other as they can be.
     # With a smaller scale, the smallest and the largest code alone have at least half the square of the excess.
-    start = torch.minimum(low, _HIGHEST - STEPS * wide)
+    start = torch.minimum(low, HIGHEST - STEPS * wide)
     rest = (codes - start[:, None]).remainder(wide[:, None])
     rest = torch.minimum(rest, wide[:, None] - rest)
     bound = (rest * rest).sum(1)
@@ -328,8 +329,8 @@ def _candidates(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     begin, bottom, bottoms, top = torch.stack([first.min(), low.min(), low.max(), high.max()]).tolist()
     scales, offsets = [], []
     for scale in range(begin, _WIDEST + 1):
-        lowest = max(bottom - (scale - 1) // 2, _LOWEST)
-        highest = min(max(max(bottoms, top - STEPS * scale) + scale // 2, _LOWEST + scale - 1), _HIGHEST)
+        lowest = max(bottom - (scale - 1) // 2, LOWEST)
+        highest = min(max(max(bottoms, top - STEPS * scale) + scale // 2, LOWEST + scale - 1), HIGHEST)
         offsets.append(torch.arange(highest, lowest - 1, -1, dtype=torch.int32, device=codes.device))
         scales.append(torch.full_like(offsets[-1], scale))
     return torch.cat(scales), torch.cat(offsets)

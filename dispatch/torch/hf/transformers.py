@@ -476,12 +476,10 @@ def _calibrated(model: nn.Module, config: SkudaConfig, chosen: Filter) -> Dynami
     """Return the config with the calibration of a model of floats."""
     batches = [each if isinstance(each, Mapping) else {"input_ids": each} for each in config.calibration or ()]
     tokens = sum(max(each.numel() for each in batch.values() if isinstance(each, Tensor)) for batch in batches)
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
+    device = next(model.parameters()).device
     with calibrate(model, chosen, rows=min(tokens, _MOST_ROWS)) as calibration:
         for batch in batches:
             model(**{name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()})
-    model.train(training)
     return replace(config.dynamic, calibration=calibration)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from skuda.dispatch.shard.group import Group
 from skuda.dispatch.shard.shards import Shards, own, span, split
 from skuda.kernels.linear.problem import longest_k
+from skuda.registry.cached import cached_property
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
