@@ -11,6 +11,7 @@ from torch import Tensor
 from skuda.registry.elements import ElementKind
 from skuda.torch.formats import FORMATS, ConfigFields, StoredWeight, Tensors, WeightFormat, register_format
 from skuda.torch.formats.int8 import channel_scales, quantized_weight, tensor_fields
+from skuda.torch.formats.weight import Difference
 
 RUN = 32
 
@@ -36,10 +37,10 @@ class StoredBackwards(StoredWeight):
         return cls()
 
     def read(
-        self, found: Tensors, shape: tuple[int, int], *, device: torch.device | None = None, round_scales: bool = False
-    ) -> tuple[Tensor, Tensor, float]:
-        codes = found.take("weight", torch.int8, Backwards().shape(*shape)).detach().to(device, copy=True)
-        return codes, channel_scales(found, shape[0], device), 0.0
+        self, found: Tensors, shape: tuple[int, int], approximate: str | None = None
+    ) -> tuple[Tensor, Tensor, Difference]:
+        codes = found.take("weight", torch.int8, Backwards().shape(*shape))
+        return codes, channel_scales(found, shape[0]), Difference()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from skuda.kernels.linear.packed import packed, unpacked
 from skuda.registry import InvalidProblem
 from skuda.torch.formats import levels
 from skuda.torch.formats.int8 import quantized_weight
+from skuda.torch.formats.weight import Difference
 from skuda.torch.int4 import from_grouped, int4_weight
 
 SIZES = (32, 64, 128, 0)
@@ -133,7 +134,7 @@ def test_no_scale_of_a_symmetric_weight_is_better(size):
         assert scale or not found[n, group].any()
         values[n, group] = found[n, group] / max(scale, 1)
     again, difference = from_grouped(torch.from_numpy(values), made.group_scale * made.channel_scale[:, None])
-    assert difference == 0
+    assert difference == Difference()
     assert all(map(torch.equal, again, made))
 
 
@@ -219,7 +220,7 @@ def test_multiples_of_a_channel_scale_are_kept_exactly(size, shifted):
     rng = fresh(size, shifted)
     levels, scales, zero_points, weight = grouped(rng, size, shifted=shifted, multiples=(0, 9 if shifted else 16))
     made, difference = from_grouped(levels, scales, zero_points)
-    assert difference == 0
+    assert difference == Difference()
     assert np.array_equal(value_of(made), weight)
     assert int(made.levels.max()) <= 15
     stored = (each.numpy() for each in made[:3])
@@ -229,7 +230,7 @@ def test_multiples_of_a_channel_scale_are_kept_exactly(size, shifted):
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_other_scales_are_rounded_to_the_best_multiples(size, shifted):
-    """No fraction of the scale with the least room gives a smaller largest error."""
+    """No other channel scale that is tried gives a smaller squared error of the weights of a row."""
     rng = fresh(size, shifted)
     levels, scales, zero_points, weight = grouped(rng, size, shifted=shifted)
     made, difference = from_grouped(levels, scales, zero_points)
@@ -237,21 +238,21 @@ def test_other_scales_are_rounded_to_the_best_multiples(size, shifted):
     at = np.arange(levels.shape[1]) // size
     wanted = np.abs(scales.numpy().astype(float))
     rounded = made.group_scale.numpy() * unit[:, None]
-    assert difference == pytest.approx((np.abs(rounded - wanted) / wanted).max(), rel=1e-12)
     assert np.allclose(value_of(made), weight / wanted[:, at] * rounded[:, at], rtol=1e-12)
-    errors = np.abs(value_of(made) - weight).max(1)
+    errors = value_of(made) - weight
+    mean = np.sqrt((errors**2).mean() / (weight**2).mean())
+    assert difference[:2] == pytest.approx((np.abs(errors).max() / np.sqrt((weight**2).mean()), mean), rel=1e-9)
     for n, row in enumerate(weight):
         units = np.rint(row / wanted[n, at])  # levels less their zero point
         ends = np.array([[units[at == g].min(), units[at == g].max()] for g in range(count)])
         room = np.floor([min(128 / max(-low, 1), 127 / max(high, 1)) for low, high in ends])
         tight = (wanted[n] / room).argmax()
-        fractions = np.float32(wanted[n, tight] / np.arange(1, room[tight] + 1)).astype(float)
-        largest = np.abs(ends).max(1)
-        tries = [
-            np.max(np.abs(np.rint(wanted[n] / one).clip(max=room) * one - wanted[n]) * largest) for one in fractions
-        ]
-        assert errors[n] == pytest.approx(min(tries), rel=1e-9)
-        assert unit[n] in fractions
+        least = wanted[n, tight] / room[tight]
+        tried = [*(wanted[n, tight] / np.arange(1, room[tight] + 1)), *(least * (1 + np.arange(64) / 64))]
+        tried = np.float32(tried).astype(float)
+        tries = [(units * (np.rint(wanted[n] / one).clip(max=room) * one - wanted[n])[at]) for one in tried]
+        assert (errors[n] ** 2).sum() == pytest.approx(min((each**2).sum() for each in tries), rel=1e-9)
+        assert unit[n] in tried
 
 
 @pytest.mark.parametrize(

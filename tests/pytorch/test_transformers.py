@@ -218,7 +218,7 @@ def test_a_model_quantized_after_loading_learns_how_it_is_saved(tmp_path):
 def written(rng, folder, kind, strategy="channel", int4=None, **more):
     """Let compressed-tensors quantize a model and write it. Return the weights that it reads, if they have 4 bits.
 
-    Scales of 4-bit weights are multiples of a number a row, and exact in bf16; with the kind "inexact" they are not.
+    Scales of 4-bit weights are multiples of a number a row, and exact in bf16.
     """
     model = llama(rng, **more)
     inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
@@ -234,8 +234,8 @@ def written(rng, folder, kind, strategy="channel", int4=None, **more):
         layer.weight_scale.data.copy_((largest if strategy == "channel" else largest.max()) / 127.5)
         if int4 is not None:
             scale = layer.weight_scale.data
-            multiple = rng.uniform(1, 9, scale.shape) if kind == "inexact" else rng.integers(1, 9, scale.shape)
-            scale.copy_(torch.from_numpy(rng.integers(4, 8, (len(scale), 1)) / 512 * multiple))
+            multiple = rng.integers(4, 8, (len(scale), 1)) * rng.integers(1, 9, scale.shape)
+            scale.copy_(torch.from_numpy(multiple / 512))
             if not int4.symmetric:
                 layer.weight_zero_point.data.copy_(torch.from_numpy(rng.integers(-8, 8, scale.shape)))
         if kind in KINDS[1:]:
@@ -313,27 +313,6 @@ def test_weights_of_4_bits_of_compressed_tensors_are_loaded_and_written_exactly(
         assert fields[0] == fields[2]
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], tensor.to(ours[name].dtype)) for name, tensor in theirs.items())
-
-
-def test_other_group_scales_are_rounded_only_if_the_config_says_so(tmp_path):
-    rng = fresh()
-    written(rng, tmp_path / "theirs", "inexact", int4=Int4Format(32))
-    with pytest.raises(
-        InvalidRecord, match=r"layer model\.layers\.0\.[a-z_.]+: tensor weight_scale must.*round_scales=True"
-    ):
-        from_pretrained(tmp_path / "theirs")
-    plain, ids = llama(rng), drawn_ids(rng)
-    with pytest.warns(UserWarning, match="14 layers have group scales rounded"):
-        load_(plain, tmp_path / "theirs", round_scales=True)
-    with (
-        pytest.warns(UserWarning, match="round_scales"),
-        pytest.warns(UserWarning, match="14 layers have group scales"),
-    ):
-        model = from_pretrained(tmp_path / "theirs", quantization_config=SkudaConfig(round_scales=True))
-    assert torch.equal(logits(model, ids), logits(plain, ids))
-    assert_survives_saving(model, ids, tmp_path)
-    # Their multiples of scales are not exact.
-    assert json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]["quant_method"] == "skuda"
 
 
 @pytest.mark.parametrize("size", [0, 32])
@@ -546,7 +525,7 @@ def test_a_mapping_is_a_config(tmp_path):
     for wrong, words in (({"weight": "int4"}, "weight must be left out"), ({"exact": "yes"}, "exact must be True")):
         with pytest.raises(InvalidProblem, match=f"SkudaConfig: {words}"):
             report_of(tmp_path, **wrong)
-    every = {"weights": "int4", "group_size": 64, "symmetric": True, "round_scales": True, "exact": False}
+    every = {"weights": "int4", "group_size": 64, "symmetric": True, "approximate": "int8", "exact": False}
     given = SkudaConfig(["lm_head"], **every)
     assert given.to_dict() == {"quant_method": "skuda", "ignore": ["lm_head"]} | every
     model = from_pretrained(tmp_path, quantization_config=SkudaConfig(weights="int4"))

@@ -1,4 +1,4 @@
-"""4-bit weights of compressed-tensors checkpoints, and `Int4Weight`.
+"""4-bit weights of other projects, with scales in floating point: those of compressed-tensors, and `Int4Weight`.
 
 A weight there is (value - zero point) scale. The values are -8 to 7, and so are zero points; the scales are floats, one
 for each group of 32, 64 or 128 elements of K, or one a row. A layer has one of these sets of tensors:
@@ -8,37 +8,88 @@ for each group of 32, 64 or 128 elements of K, or one a row. A layer has one of 
 - format pack-quantized: `weight_packed`, s32 of shape (N, K / 8): bits 4 i to 4 i + 3 of a word are the value plus 8 of
   element i of eight; `weight_shape`, N and K; `weight_scale`; `weight_zero_point`, packed along N.
 
-Groups then need scales that are integer multiples of one f32 a row. A scale a row is always that.
+Groups then need scales that are integer multiples of one f32 a row. A scale a row is always that. Other weights are
+approximated if the user says so: in 4 bits with the multiples of `from_grouped`, or by codes of 8 bits.
 
 Source: the package compressed-tensors 0.20. The tests read and write with it.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from skuda.kernels.linear.packed import GROUP_SIZES, grouped
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.formats.int8 import INT_QUANTIZED, tensor_fields
+from skuda.torch.formats.int8 import INT_QUANTIZED, quantized_weight, tensor_fields
 from skuda.torch.formats.levels import Int4Weight, ends, from_grouped, spread, width_of
 from skuda.torch.formats.reading import SCALES, ConfigFields, Tensors
-from skuda.torch.formats.weight import StoredWeight
+from skuda.torch.formats.weight import Difference, StoredWeight
 
 PACK_QUANTIZED = "pack-quantized"
 """The format with eight values in a word."""
-_TENSORS = {"scales": "weight_scale", "zero_points": "weight_zero_point"}
-"""The tensors of arguments of `from_grouped`."""
+
+
+Grouped = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""The arguments of `from_grouped`, and the group of each element of K, s32, if groups are not runs."""
+
+
+class GroupedWeight(StoredWeight):
+    """How a checkpoint of other projects holds 4-bit weights, with scales in floating point. Whole rows have size 0."""
+
+    symmetric: bool
+    """Whether there are no zero points."""
+    names: ClassVar[tuple[str, str]]
+    """The tensors of scales and zero points."""
+    converts = True
+    dynamic = True
+    name = "int4"
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a config's ``weights``."""
+        strategy, size = "group" if self.group_size else "channel", self.group_size or None
+        return tensor_fields(strategy, dynamic=False, symmetric=self.symmetric, group_size=size, bits=4)
+
+    @abstractmethod
+    def grouped(self, found: Tensors, n: int, k: int, groups: int) -> Grouped:
+        """Take the tensors of a layer."""
+
+    def read(
+        self, found: Tensors, shape: tuple[int, int], approximate: str | None = None
+    ) -> tuple[Tensor, Tensor, Difference]:
+        """Read the weight of a layer; see `StoredWeight.read`.
+
+        `int4_tensors` returns the tensors of an exact weight again, but for scales of groups without a value other than
+        0, for negative scales, and for zero points of groups with large scales that leave some of their 16 values
+        unused.
+        """
+        groups = -(-shape[1] // self.group_size) if self.group_size else 1
+        given = self.grouped(found, *shape, groups)
+        if given[3] is None:
+            try:
+                made, difference = from_grouped(*given[:3])
+            except InvalidProblem as error:
+                found.refuse(self.names[error.field != "scales"], error.had, error.must)
+            made = made if difference.largest else _kept(made, *given[:3])
+            if approximate == "int4" or not difference.largest:
+                return made.packed(self.group_size or 0), made.channel_scale[:, None], difference
+            if approximate is None:
+                had = f"others, which make weights differ by up to {difference.largest:.2g} of their root mean square"
+                rule = "be multiples of one f32 in each row, with products in -128..127; approximate='int4' rounds them"
+                found.refuse(self.names[0], had, f"{rule}, and 'int8' makes codes of 8 bits, which are closer")
+        elif approximate != "int8":
+            rule = "be k // group_size; approximate='int8' takes any order, as does quantizing without desc_act"
+            found.refuse("g_idx", "groups in another order", rule)
+        return _in_8_bits(given)
 
 
 @dataclass(frozen=True)
-class Int4Format(StoredWeight):
-    """How a checkpoint of other projects holds 4-bit weights.
+class Int4Format(GroupedWeight):
+    """How compressed-tensors holds 4-bit weights.
 
     Attributes
     ----------
@@ -54,9 +105,7 @@ class Int4Format(StoredWeight):
     symmetric: bool = True
     packed: bool = False
 
-    converts = True
-    dynamic = True
-    name = "int4"
+    names = "weight_scale", "weight_zero_point"
     file_formats = (INT_QUANTIZED, PACK_QUANTIZED)
 
     def __new__(cls, *fields: Any, **_: Any) -> Self:
@@ -92,100 +141,34 @@ class Int4Format(StoredWeight):
         weights.finish()
         return cls(size if groups else 0, symmetric, file_format == PACK_QUANTIZED)
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a config's ``weights``."""
-        strategy, size = "group" if self.group_size else "channel", self.group_size or None
-        return tensor_fields(strategy, dynamic=False, symmetric=self.symmetric, group_size=size, bits=4)
-
-    def read(
-        self, found: Tensors, shape: tuple[int, int], *, device: torch.device | None = None, round_scales: bool = False
-    ) -> tuple[Tensor, Tensor, float]:
-        """Read the weight of a layer; see `StoredWeight.read`, and `read_int4`."""
-        made, difference = read_int4(found, shape, self, device=device, round_scales=round_scales)
-        return made.packed(self.group_size), made.channel_scale[:, None], difference
-
-
-def read_int4(
-    found: Tensors,
-    shape: tuple[int, int],
-    stored: Int4Format,
-    *,
-    device: torch.device | None = None,
-    round_scales: bool = False,
-) -> tuple[Int4Weight, float]:
-    """Read the weight of a layer.
-
-    `int4_tensors` returns equal tensors, but for scales of groups without a value other than 0, for negative scales,
-    and for zero points of groups with large scales that leave some of their 16 values unused.
-
-    Parameters
-    ----------
-    found : Tensors
-        The layer's tensors.
-    shape : tuple of int
-        N and K.
-    stored : Int4Format
-    device : device, optional
-        Where to compute and hold the result. By default where the tensors are.
-    round_scales : bool
-        Whether scales of groups may become the nearest multiples, as `from_grouped` finds them.
-
-    Returns
-    -------
-    weight : Int4Weight
-        Its codes times its channel scale are exactly the stored weight, unless scales were rounded.
-    difference : float
-        The largest difference between a scale and the multiple in its place, over the scale; see `warn_rounded`.
-
-    Raises
-    ------
-    InvalidRecord
-        For a tensor that is missing, or has another dtype, shape or range; and, without `round_scales`, for scales that
-        are not multiples.
-    """
-    n, k = shape
-
-    def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
-        return found.take(name, dtypes, *shapes).detach().to(device)
-
-    groups = -(-k // stored.group_size) if stored.group_size else 1
-    flat = ((n,),) if groups == 1 else ()
-    scales = taken("weight_scale", SCALES, (n, groups), *flat).reshape(n, groups)
-    if stored.packed:
-        words = taken("weight_packed", torch.int32, (n, -(-k // 8)))
-        own = taken("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
-        if own != [n, k]:
-            found.refuse("weight_shape", str(own), f"be {[n, k]}, as in the model")
-        levels = _values(words, k)
-    else:
-        levels = taken("weight", torch.int8, (n, k))
-        if bool(((levels < -8) | (levels > 7)).any()):
-            found.refuse("weight", "other values", "be -8 to 7: the config says that it has 4 bits")
-    zero_points = None
-    if stored.symmetric:
-        found.take_zeros("weight_zero_point")
-    elif stored.packed:
-        words = taken("weight_zero_point", torch.int32, (-(-n // 8), groups))
-        zero_points = _values(words.T, n).T.contiguous()
-    else:
-        zero_points = taken("weight_zero_point", torch.int8, (n, groups), *flat).reshape(n, groups)
-    try:
-        made, difference = from_grouped(levels, scales, zero_points)
-    except InvalidProblem as error:
-        found.refuse(_TENSORS[error.field], error.had, error.must)
-    if difference and not round_scales:
-        rule = "be multiples of one f32 in each row, with products in -128..127; round_scales=True rounds them"
-        found.refuse("weight_scale", f"scales that differ from multiples by up to {difference:.2g} of a scale", rule)
-    return _kept(made, levels, scales, zero_points), difference
+    def grouped(self, found: Tensors, n: int, k: int, groups: int) -> Grouped:
+        """Take the tensors of a layer."""
+        flat = ((n,),) if groups == 1 else ()
+        scales = found.take("weight_scale", SCALES, (n, groups), *flat).reshape(n, groups)
+        if self.packed:
+            levels = values_of(found.take("weight_packed", torch.int32, (n, -(-k // 8))), k)
+            own = found.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
+            if own != [n, k]:
+                found.refuse("weight_shape", str(own), f"be {[n, k]}, as in the model")
+        else:
+            levels = found.take("weight", torch.int8, (n, k))
+            if bool(((levels < -8) | (levels > 7)).any()):
+                found.refuse("weight", "other values", "be -8 to 7: the config says that it has 4 bits")
+        zero_points = None
+        if self.symmetric:
+            found.take_zeros("weight_zero_point")
+        elif self.packed:
+            words = found.take("weight_zero_point", torch.int32, (-(-n // 8), groups))
+            zero_points = values_of(words.T, n).T.contiguous()
+        else:
+            zero_points = found.take("weight_zero_point", torch.int8, (n, groups), *flat).reshape(n, groups)
+        return levels, scales, zero_points, None
 
 
-def warn_rounded(differences: Mapping[str, float], *, stacklevel: int) -> None:
-    """Warn of layers with rounded scales, given the largest difference by the name of each layer."""
-    rounded = {name: difference for name, difference in differences.items() if difference}
-    if rounded:
-        most = max(rounded, key=rounded.__getitem__)
-        text = f"{len(rounded)} layers have group scales rounded to multiples of a channel scale, by up to"
-        warnings.warn(f"{text} {rounded[most]:.2g} of a scale, in {most}", stacklevel=stacklevel + 1)
+def values_of(words: Tensor, count: int) -> Tensor:
+    """Return the first values of rows of packed words, less 8, s8."""
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=2).reshape(len(words), -1)[:, :count].view(torch.int8) - 8
 
 
 def int4_tensors(
@@ -275,10 +258,14 @@ def _kept(made: Int4Weight, levels: Tensor, scales: Tensor, zero_points: Tensor 
     )
 
 
-def _values(words: Tensor, count: int) -> Tensor:
-    """Return the first values of rows of packed words, s8."""
-    pairs = words.contiguous().view(torch.uint8)
-    return torch.stack([pairs & 15, pairs >> 4], dim=2).reshape(len(words), -1)[:, :count].view(torch.int8) - 8
+def _in_8_bits(given: Grouped) -> tuple[Tensor, Tensor, Difference]:
+    """Return codes of 8 bits, and their scales."""
+    levels, scales, zero_points, order = given
+    each = spread(torch.arange(scales.shape[1], device=levels.device)[None], levels)[0] if order is None else order
+    weight = (levels - (0 if zero_points is None else zero_points[:, each])).float() * scales.float()[:, each]
+    codes, scale = quantized_weight(weight)
+    error = (codes * scale[:, None] - weight).abs()
+    return codes, scale[:, None], Difference.of(error, error.square(), weight.square(), weight.numel())
 
 
 def _refuse(name: str, had: str, rule: str) -> NoReturn:

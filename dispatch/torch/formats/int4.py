@@ -18,8 +18,9 @@ from skuda.torch.formats.feedback import Moments, calibrated_weight
 from skuda.torch.formats.grouped import Int4Format, int4_tensors, unpacked_int4
 from skuda.torch.formats.int8 import channel_scales, tensor_fields
 from skuda.torch.formats.levels import check_group_size, from_grouped, int4_weight
+from skuda.torch.formats.others import AwqFormat, GptqFormat
 from skuda.torch.formats.reading import ConfigFields, Tensors
-from skuda.torch.formats.weight import CodedWeight, StoredWeight, WeightFormat, register_format
+from skuda.torch.formats.weight import CodedWeight, Difference, StoredWeight, WeightFormat, register_format
 
 PACKED = "skuda-int4"
 """The format of files with packed weights."""
@@ -52,12 +53,12 @@ class StoredPacked(StoredWeight):
         return cls(size)
 
     def read(
-        self, found: Tensors, shape: tuple[int, int], *, device: torch.device | None = None, round_scales: bool = False
-    ) -> tuple[Tensor, Tensor, float]:
+        self, found: Tensors, shape: tuple[int, int], approximate: str | None = None
+    ) -> tuple[Tensor, Tensor, Difference]:
         """Read the weight of a layer; see `StoredWeight.read`."""
-        del round_scales
-        weight = found.take("weight", torch.uint8, packed.shape_of(*shape, self.group_size)).detach()
-        return weight.to(device, copy=True), channel_scales(found, shape[0], device), 0.0
+        del approximate
+        weight = found.take("weight", torch.uint8, packed.shape_of(*shape, self.group_size))
+        return weight, channel_scales(found, shape[0]), Difference()
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Int4(WeightFormat):
     calibrated = True
     units = packed.UNITS
     even = BLOCK
-    files = (StoredPacked, Int4Format)
+    files = (StoredPacked, Int4Format, GptqFormat, AwqFormat)
 
     @classmethod
     def of(cls, codes: Tensor, n: int, k: int | None) -> Int4 | None:

@@ -12,7 +12,7 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.formats.reading import ONE, SCALES, ConfigFields, Tensors
-from skuda.torch.formats.weight import Quantizer, StoredWeight, WeightFormat, register_format
+from skuda.torch.formats.weight import Difference, Quantizer, StoredWeight, WeightFormat, register_format
 from skuda.torch.ops.tensor_op import check_tensors
 
 Q_MAX = 127
@@ -74,17 +74,17 @@ class StoredInt8(StoredWeight):
         return cls(per_tensor)
 
     def read(
-        self, found: Tensors, shape: tuple[int, int], *, device: torch.device | None = None, round_scales: bool = False
-    ) -> tuple[Tensor, Tensor, float]:
+        self, found: Tensors, shape: tuple[int, int], approximate: str | None = None
+    ) -> tuple[Tensor, Tensor, Difference]:
         """Read the weight of a layer; see `StoredWeight.read`."""
-        del round_scales
-        weight = found.take("weight", torch.int8, shape).detach().to(device, copy=True)
-        return weight, channel_scales(found, shape[0], device, *(ONE if self.per_tensor else ())), 0.0
+        del approximate
+        scale = channel_scales(found, shape[0], *(ONE if self.per_tensor else ()))
+        return found.take("weight", torch.int8, shape), scale, Difference()
 
 
-def channel_scales(found: Tensors, n: int, device: torch.device | None, *shapes: tuple[int, ...]) -> Tensor:
+def channel_scales(found: Tensors, n: int, *shapes: tuple[int, ...]) -> Tensor:
     """Take a weight's scales, one of each output channel or of these shapes. Return them as (N, 1)."""
-    scale = found.take("weight_scale", SCALES, *(shapes or ((n, 1), (n,)))).detach().to(device, copy=True)
+    scale = found.take("weight_scale", SCALES, *(shapes or ((n, 1), (n,))))
     found.take_zeros("weight_zero_point")
     return scale.reshape(-1, 1).expand(n, 1).contiguous()
 

@@ -7,17 +7,19 @@ may be shorter. `skuda.kernels.linear.packed` has the layout that kernels read.
 
 from __future__ import annotations
 
+from itertools import chain
 from math import inf
 from typing import NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.registry.value import expect
 from skuda.torch.formats.int8 import quantized_weight
+from skuda.torch.formats.weight import Difference
 from skuda.torch.ops.tensor_op import check_tensors
 
 STEPS = 15
@@ -30,6 +32,8 @@ WIDEST_SYMMETRIC = HIGHEST // 7
 """The largest scale with codes of -7 to 7 times it."""
 _MOST_GROUPS, _MOST_ELEMENTS = 1024, 1 << 22
 """Groups, and elements, that are in memory as more than bytes at a time."""
+_TRIED = [1 + step / 64 for step in range(64)]
+"""Channel scales that are tried beside fractions, over the least one: smaller ones would cut off large weights."""
 _KEYS = 1 << 13
 """More than there are scales and offsets to try."""
 
@@ -130,12 +134,13 @@ def _readable(made: Int4Weight) -> Int4Weight:
     return from_grouped(values, made.group_scale * short[:, None])[0]
 
 
-def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> tuple[Int4Weight, float]:
+def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> tuple[Int4Weight, Difference]:
     """Express a weight (level - zero point) scale, with a scale in floating point for each group.
 
     Group scales become integer multiples of a channel scale. This is exact for one group a row, and where a channel's
     scales have such ratios. Elsewhere they are rounded. The channel scale is a fraction of the scale that leaves the
-    least room in s8: the one with the smallest largest error of a weight; of equal ones the largest.
+    least room in s8, the largest if several are exact. If none is, it is the best of these and of numbers in between:
+    that with the least squared error of the row's weights.
 
     Parameters
     ----------
@@ -149,9 +154,8 @@ def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = No
     Returns
     -------
     weight : Int4Weight
-    difference : float
-        The largest difference between a group's scale and the multiple in its place, over the scale. It counts groups
-        that have another value than 0.
+    difference : Difference
+        0 if the codes times the channel scale are exactly the weight.
 
     Raises
     ------
@@ -180,34 +184,52 @@ def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = No
     below, above = LOWEST // low.clamp(max=-1), HIGHEST // high.clamp(min=1)
     room = torch.where(high > 0, torch.minimum(below, above), below)
     wanted = scales.detach().double().abs() * (largest > 0)  # of a group of zeros, any scale will do
-    channel = _channel_scale(wanted, room, largest)
+    parts = nn.functional.pad(values, (0, size * scales.shape[1] - k)).view(*scales.shape, size)
+    squares = parts.short().square().sum(2).double()
+    channel = _channel_scale(wanted, room, squares)
     multiple = torch.minimum((wanted / channel).round(), room)
-    difference = (multiple * channel - wanted).abs() / wanted.clamp(min=torch.finfo(wanted.dtype).tiny)
+    error = (multiple * channel - wanted).abs()
     made = Int4Weight(
         (values - spread(low.to(torch.int8), values)).to(torch.uint8),
         multiple.to(torch.uint8),
         (low * multiple).to(torch.int8),
         channel[:, 0].float(),
     )
-    return made, max(difference.amax(1).tolist() if difference.shape[1] else [], default=0.0)
+    return made, Difference.of(error * largest, error.square() * squares, wanted.square() * squares, n * k)
 
 
-def _channel_scale(wanted: Tensor, room: Tensor, largest: Tensor) -> Tensor:
-    """Return channel scales (N, 1), f32 in f64, for group scales whose multiples are at most `room`."""
+def _channel_scale(wanted: Tensor, room: Tensor, squares: Tensor) -> Tensor:
+    """Return channel scales (N, 1), f32 in f64, for group scales whose multiples are at most `room`.
+
+    `squares` are the sums of the squared levels of groups.
+    """
     tight = wanted / room
     best = torch.full((len(wanted), 1), inf, dtype=wanted.dtype, device=wanted.device)
     channel = torch.ones_like(best)
     if not wanted.numel():
         return channel
+    least = tight.amax(1, keepdim=True)
+    best[least == 0] = 0  # of zeros, which keep 1
     # Of several groups with the least room, those with the largest scale have more fractions.
-    widest = (wanted * (tight == tight.amax(1, keepdim=True))).amax(1, keepdim=True)
-    most = (widest / tight.amax(1, keepdim=True)).round()  # NaN for a row of zeros, which keeps 1
-    for multiple in range(1, int(most.nan_to_num(0).max()) + 1):
-        tried = (widest / multiple).float().double()
-        error = ((torch.minimum((wanted / tried).round(), room) * tried - wanted).abs() * largest).amax(1, keepdim=True)
-        better = (error < best) & (multiple <= most)
+    widest = (wanted * (tight == least)).amax(1, keepdim=True)
+    most = int((widest / least).nan_to_num(0).max().round())
+    for exact in chain((widest / multiple for multiple in range(1, most + 1)), (least * step for step in _TRIED)):
+        tried = exact.float().double()
+        error = torch.minimum((wanted / tried).round(), room) * tried - wanted
+        error = _sums(squares * error * error)
+        better = error < best
         best, channel = torch.where(better, error, best), torch.where(better, tried, channel)
+        if not bool(best.any()):
+            break
     return channel
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """Return the sums of rows, added in one order on every device."""
+    while rows.shape[1] > 1:
+        rows = nn.functional.pad(rows, (0, rows.shape[1] % 2))
+        rows = rows[:, ::2] + rows[:, 1::2]
+    return rows
 
 
 def ends(elements: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,14 @@ class Tensors:
         """Return the same tensors, with a prefix and a dot before every requested name."""
         return type(self)(self.source, self.kinds, self._read, files=self.files, prefix=f"{prefix}.", left=self._left)
 
+    def copies(self, device: torch.device) -> Self:
+        """Return the same tensors, which are read as copies on a device."""
+
+        def read(name: str) -> Tensor:
+            return self._read(name).detach().to(device, copy=True)
+
+        return type(self)(self.source, self.kinds, read, files=self.files, prefix=self._prefix, left=self._left)
+
     def without_values(self, name: str) -> Tensor:
         """Return a tensor on the meta device; raise `InvalidRecord` for a dtype that torch lacks."""
         dtype, shape = self.kinds[self._prefix + name]
@@ -149,12 +157,14 @@ class Tensors:
         self._left.discard(full)
         return self._read(full)
 
-    def take_zeros(self, name: str) -> None:
-        """Take the zero point of a symmetric tensor, which old writers store, if it is there."""
+    def take_zeros(
+        self, name: str, dtypes: tuple[torch.dtype, ...] = CODES, why: str = "the config says that this is symmetric"
+    ) -> None:
+        """Take a tensor of zeros, if it is there, such as the zero points that old writers store of a symmetric one."""
         if name in self:
-            zeros = self.take(name, CODES, self.kinds[self._prefix + name][1])
+            zeros = self.take(name, dtypes, self.kinds[self._prefix + name][1])
             if bool(zeros.any()):
-                self.refuse(name, "other codes", "be 0: the config says that this is symmetric")
+                self.refuse(name, "other numbers", f"be 0: {why}")
 
     def finish(self) -> None:
         """Raise if a tensor with the prefix was not taken."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, cast
 
@@ -46,9 +47,33 @@ class CodedWeight(NamedTuple):
     k: int
 
 
+class Difference(NamedTuple):
+    """How far a layer is from its file.
+
+    Attributes
+    ----------
+    largest, mean : float
+        The largest difference of an element of the weight, and the root mean square of all, over that of the elements.
+    weights_only : bool
+        Whether activations are floats there, and have 8 bits here.
+    """
+
+    largest: float = 0.0
+    mean: float = 0.0
+    weights_only: bool = False
+
+    @classmethod
+    def of(cls, errors: Tensor, squares: Tensor, whole: Tensor, count: int) -> Self:
+        """Return it, given differences, squares of all, those of the file's elements, and how many there are."""
+        total, square = (float(each.sum(dtype=torch.float64)) for each in (whole, squares))
+        return cls(float(errors.amax()) / sqrt(total / count), sqrt(square / total)) if total else cls()
+
+
 class StoredWeight(ABC):
     """How the file of a checkpoint holds the weights of a group of layers, as the config of the file says. A value."""
 
+    method: ClassVar[str | None] = None
+    """The config's ``quant_method``, if all its fields are about weights. Tensors `qweight` then name the layers."""
     own: ClassVar[bool] = False
     """Whether only skuda reads such a file."""
     converts: ClassVar[bool] = False
@@ -84,34 +109,32 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def read(
-        self, found: Tensors, shape: tuple[int, int], *, device: torch.device | None = None, round_scales: bool = False
-    ) -> tuple[Tensor, Tensor, float]:
+        self, found: Tensors, shape: tuple[int, int], approximate: str | None = None
+    ) -> tuple[Tensor, Tensor, Difference]:
         """Read the weight of a layer.
 
         Parameters
         ----------
         found : Tensors
-            The layer's tensors. All that belong to the weight are taken.
+            The layer's tensors, read as copies. All that belong to the weight are taken.
         shape : tuple of int
             N and K.
-        device : device, optional
-            Where to compute and hold the result. By default where the tensors are.
-        round_scales : bool
-            Whether scales of groups may be rounded to what a layer can hold.
+        approximate : str, optional
+            The format, ``"int4"`` or ``"int8"``, of a weight that no layer holds exactly.
 
         Returns
         -------
         codes : tensor
-            In the form of the format of a layer, sharing no memory with the file's tensors.
+            In the form of the format of a layer.
         scale : tensor of shape (N, 1)
-        difference : float
-            The largest difference of a rounded scale, over the scale; 0 where none was rounded.
+        difference : Difference
+            0 where the weight is that of the file.
 
         Raises
         ------
         InvalidRecord
-            For a tensor that is missing, or has another dtype, shape or range; and, without `round_scales`, for scales
-            that would be rounded.
+            For a tensor that is missing, or has another dtype, shape or range; and, without `approximate`, for a weight
+            that no layer holds exactly.
         """
 
 

@@ -43,11 +43,11 @@ from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
 from skuda.torch.formats import CodedWeight, StoredWeight, Tensors, WeightFormat
-from skuda.torch.formats.grouped import warn_rounded
 from skuda.torch.formats.int4 import warn_per_row
 from skuda.torch.formats.reading import Kind
+from skuda.torch.formats.weight import Difference
 from skuda.torch.hf.scheme import ActivationScheme, Scheme
-from skuda.torch.hf.stored import check_values, int8_layer
+from skuda.torch.hf.stored import check_approximate, check_values, int8_layer, warn_approximate
 from skuda.torch.linear.activation import PER_ROW
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import Part, int8_layers, is_joined
@@ -70,7 +70,7 @@ _DTYPES = {
 """The supported dtypes, by their names in a file."""
 
 
-def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool = False) -> tuple[str, ...]:
+def load_(model: nn.Module, path: str | os.PathLike[str], *, approximate: str | None = None) -> tuple[str, ...]:
     """Load a checkpoint into a model. Linear layers that are int8 in the checkpoint become int8 in the model.
 
     They keep the attributes that users have set. A single scale of a weight becomes the scale of every output channel.
@@ -87,9 +87,12 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
         A model of the checkpoint's architecture, with the checkpoint's names.
     path : path
         The folder. It has `config.json`, and `model.safetensors` or an index of several files.
-    round_scales : bool
-        Whether group scales of 4-bit weights may become the nearest multiples of one scale a channel. A warning then
-        names the largest difference. By default a checkpoint that would need that is refused.
+    approximate : str, optional
+        Takes checkpoints of other projects that layers cannot hold exactly. Activations that are floats there (W4A16,
+        GPTQ, AWQ) have 8 bits here, with a scale a row. 4-bit weights whose group scales are not multiples of one scale
+        a channel become ``"int4"``, with the nearest multiples, or ``"int8"``, which are closer, and twice the bytes.
+        Weights that fit exactly stay as they are. A warning has the number of layers, and the largest and the mean
+        difference; see `skuda.torch.hf.stored.warn_approximate`. By default such a checkpoint is refused.
 
     Returns
     -------
@@ -100,7 +103,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
     ------
     InvalidProblem
         If `model` is not a module, has another architecture or dtype, has a layer that cannot be replaced, or cannot be
-        exact as the checkpoint is.
+        exact as the checkpoint is; or for another `approximate`.
     InvalidRecord
         If the files are not such a checkpoint, or have an unsupported scheme. The error names the field or tensor.
     MissingDependency
@@ -109,9 +112,11 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
         If a file cannot be read.
     """
     folder = _folder("load_", model, path)
+    check_approximate("load_", approximate)
     with opened(folder) as stored:
         tensors = stored
-        scheme = Scheme.parse(str(folder / CONFIG), read_object(folder / CONFIG).get("quantization_config"))
+        fields = read_object(folder / CONFIG).get("quantization_config")
+        scheme = Scheme.parse(str(folder / CONFIG), fields, approximate=approximate is not None).named(tensors.kinds)
         files: dict[str, str] = {}
         dtypes: dict[str, torch.dtype] = {}
         renaming = _renaming(model)
@@ -124,7 +129,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
             state = {name: own for name, own in state.items() if name in tensors or name not in renaming.derived(model)}
         names: list[str] = []
         rows: list[str] = []
-        rounded: dict[str, float] = {}
+        differences: dict[str, Difference] = {}
         layers: dict[str, Int8Linear] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for name, module, group in scheme.layers(model, files):
@@ -132,8 +137,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
             if dtype is not module.weight.dtype:
                 rule = f"be {module.weight.dtype}, as in the model: convert that layer of the model first"
                 raise InvalidRecord(tensors.source, f"tensor {name}.weight", f"codes of a weight in {dtype}", rule)
-            note = partial(rounded.__setitem__, name) if round_scales else None
-            layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own, rounded=note)
+            own, note = tensors.within(name), partial(differences.__setitem__, name)
+            layer = int8_layer(module, group, own, smooth=scheme.own, approximate=approximate, note=note)
             check_values(tensors.source, name, layer)
             names.append(name)
             if layer.format.per_row(layer.weight_q):
@@ -154,7 +159,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
             for own, tensor in copies:
                 own.copy_(tensor)
     changed(model, int8=True)
-    warn_rounded(rounded, stacklevel=2)
+    warn_approximate(differences, stacklevel=2)
     warn_per_row(rows, stacklevel=2)
     return tuple(names)
 

@@ -2,7 +2,8 @@
 
 Only W8A8 with symmetric weights and W4A8 are supported. A weight of 8 bits has one scale, or one per output channel.
 Activations have a dynamic scale per token, or one scale from calibration; those of other projects' 4-bit weights must
-be dynamic. Any other field is refused by name, so that no checkpoint is misread.
+be dynamic. Any other field is refused by name, so that no checkpoint is misread. If the user says so, weights of 8 or 4
+bits have activations of 8 bits that are floats in the checkpoint, as with GPTQ and AWQ.
 
 Source: the package compressed-tensors 0.20. The tests read a config that it wrote.
 """
@@ -34,6 +35,7 @@ METHOD = "compressed-tensors"
 OWN_METHOD = "skuda"
 """Marks a checkpoint that others would misread: smoothing factors, 4-bit weights, or codes (N, K) of a `Conv1D`."""
 
+_FLOATS = "be 8 bits: approximate='int4' or 'int8' gives activations codes of 8 bits, with a scale a row"
 _VERSION = "0.20.0"
 _MOST_NAMES = 64
 """Names in `ignore` that differ in numbers alone. More of them become one pattern."""
@@ -85,11 +87,14 @@ class SchemeGroup:
     activation : ActivationScheme
     stored : StoredWeight
         How the file holds the weights.
+    weights_only : bool
+        Whether activations are floats in the checkpoint, and have 8 bits here.
     """
 
     targets: tuple[str, ...]
     activation: ActivationScheme
     stored: StoredWeight
+    weights_only: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a pickle. That of version 0.1 has a field for each kind of weights."""
@@ -224,6 +229,12 @@ class Scheme:
         groups = tuple(replace(group, targets=both(group.targets)) for group in self.groups)
         return replace(self, groups=groups, ignore=both(self.ignore))
 
+    def named(self, tensors: Iterable[str]) -> Self:
+        """Return the scheme with the names of layers, where a file's tensors tell them, and no targets do."""
+        names = tuple(name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight"))
+        groups = (replace(each, targets=names) if each.stored.method else each for each in self.groups)
+        return replace(self, groups=tuple(groups))
+
     def layers(
         self, model: nn.Module, files: Mapping[str, str] = MappingProxyType({})
     ) -> Iterator[tuple[str, nn.Module, SchemeGroup]]:
@@ -324,7 +335,7 @@ class Scheme:
             "config_groups": {
                 f"group_{i}": {
                     "format": group.stored.file_format,
-                    "input_activations": group.activation.fields(),
+                    "input_activations": None if group.weights_only else group.activation.fields(),
                     "output_activations": None,
                     "targets": list(group.targets),
                     "weights": group.stored.fields(),
@@ -344,7 +355,7 @@ class Scheme:
         } | ({"exact": True} if self.exact else {})
 
     @classmethod
-    def parse(cls, source: str, fields: object) -> Self:
+    def parse(cls, source: str, fields: object, *, approximate: bool = False) -> Self:
         """Read a `quantization_config`.
 
         Parameters
@@ -353,15 +364,24 @@ class Scheme:
             The origin, for errors.
         fields : mapping
             The JSON object.
+        approximate : bool
+            Whether activations that are floats in the checkpoint may have 8 bits.
 
         Raises
         ------
         InvalidRecord
-            For any scheme but W8A8 with symmetric weights, and W4A8. The error names the field.
+            For any scheme but W8A8 with symmetric weights, W4A8 and, with `approximate`, weights alone. The error names
+            the field.
         """
         read = ConfigFields(source, "quantization_config", fields)
-        own = read.one_of("quant_method", [METHOD, OWN_METHOD]) == OWN_METHOD
-        kinds = [kind for kind in stored_weights() if own or not kind.own]
+        others = [kind.method for kind in stored_weights() if kind.method]
+        method = read.one_of("quant_method", [METHOD, OWN_METHOD, *others])
+        if method in others:
+            if not approximate:
+                read.refuse("quant_method", f"{method}, whose activations are floats", _FLOATS)
+            return cls((SchemeGroup((), ActivationScheme.DYNAMIC, _stored(read, method), weights_only=True),))
+        own = method == OWN_METHOD
+        kinds = [kind for kind in stored_weights() if (own or not kind.own) and not kind.method]
         formats = list(dict.fromkeys(name for kind in kinds for name in kind.file_formats))
         given = read.one_of("format", formats)
         read.one_of("quantization_status", ["compressed"], default="compressed")
@@ -375,19 +395,29 @@ class Scheme:
         )
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
+        if not approximate and any(group.weights_only for group in found):
+            groups.refuse("input_activations", "null, for floats", _FLOATS)
         read.finish()
         kept = None if dtypes is None else Dtypes.parse(source, dtypes)
         return cls(found, ignore, own=own, dtypes=kept, exact=exact)
 
 
+def _stored(weights: ConfigFields, file_format: str) -> StoredWeight:
+    """Read how weights are stored."""
+    found = next(filter(None, (kind.parse(weights, file_format) for kind in stored_weights())), None)
+    if found is None:
+        weights.refuse("", shown(weights.fields), f"be weights of the format {file_format}")
+    return found
+
+
 def _group_of(read: ConfigFields, formats: list[str], default: str) -> SchemeGroup:
     """Read a group. Its format is one of `formats`, by default that of all groups."""
     file_format = read.one_of("format", [*formats, None], default=None) or default
-    weights = ConfigFields(read.source, f"{read.place}.weights", read.take("weights"))
-    stored = next(filter(None, (kind.parse(weights, file_format) for kind in stored_weights())), None)
-    if stored is None:
-        read.refuse("weights", shown(weights.fields), f"be weights of the format {file_format}")
-    inputs = ConfigFields(read.source, f"{read.place}.input_activations", read.take("input_activations"))
+    stored = _stored(ConfigFields(read.source, f"{read.place}.weights", read.take("weights")), file_format)
+    given = read.take("input_activations")
+    weights_only = given is None
+    given = tensor_fields("token", dynamic=True) if weights_only else given
+    inputs = ConfigFields(read.source, f"{read.place}.input_activations", given)
     dynamic = inputs.one_of("dynamic", [True] if stored.dynamic else [False, True], default=False)
     inputs.one_of("strategy", ["token" if dynamic else "tensor"])
     symmetric = inputs.one_of("symmetric", [True] if dynamic else [True, False], default=True)
@@ -396,7 +426,7 @@ def _group_of(read: ConfigFields, formats: list[str], default: str) -> SchemeGro
     targets = read.targets("targets")
     read.finish()
     static = ActivationScheme.STATIC if symmetric else ActivationScheme.SHIFTED
-    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, stored)
+    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, stored, weights_only)
 
 
 def matches(targets: tuple[str, ...], name: str, module: nn.Module, stored: str | None = None) -> bool:

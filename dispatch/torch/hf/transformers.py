@@ -47,13 +47,14 @@ from skuda.torch.convert.dequantize import dequantize_
 from skuda.torch.convert.quantize import Dynamic, Report, quantize_, report_of_loaded
 from skuda.torch.exact.exact import exact_
 from skuda.torch.formats import INT8, Tensors
-from skuda.torch.formats.grouped import PACK_QUANTIZED, warn_rounded
+from skuda.torch.formats.grouped import PACK_QUANTIZED
 from skuda.torch.formats.int4 import warn_per_row
 from skuda.torch.formats.int8 import INT_QUANTIZED
+from skuda.torch.formats.weight import Difference
 from skuda.torch.hf.checkpoint import described, opened_files, scheme_of
 from skuda.torch.hf.renaming import cast_, dtype_of, in_model, planned, renamed, untie_, without_codes
 from skuda.torch.hf.scheme import METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
-from skuda.torch.hf.stored import check_values, int8_layer
+from skuda.torch.hf.stored import check_approximate, check_values, int8_layer, warn_approximate
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import int8_layers
 from skuda.torch.models.replaceable_layers import Filter, sizes_of
@@ -61,7 +62,7 @@ from skuda.torch.models.replaceable_layers import Filter, sizes_of
 for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
     _known.pop(OWN_METHOD, None)  # that of an import that was interrupted afterwards; registering again is an error
 
-_OPTIONS = ("ignore", "weights", "group_size", "symmetric", "exact", "round_scales")
+_OPTIONS = ("ignore", "weights", "group_size", "symmetric", "exact", "approximate")
 _OF_FLOATS = ("ignore", "weights", "group_size", "symmetric")
 """Options that choose how floats are quantized."""
 _MOST_ROWS = 1 << 14
@@ -76,7 +77,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     floats for a while. The report of `quantize_` is in ``model.hf_quantizer.report``. A mapping such as
     ``{"quant_method": "skuda", "weights": "int4"}`` does the same.
 
-    For a checkpoint that is quantized already, only `exact` and `round_scales` apply. Others are refused, except for
+    For a checkpoint that is quantized already, only `exact` and `approximate` apply. Others are refused, except for
     `weights` that it has.
 
     Parameters
@@ -89,8 +90,8 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     exact : bool, optional
         Whether the whole model becomes exact, the head included; see `skuda.torch.exact.exact_`. Then `ignore` must be
         left out. By default as the checkpoint says; one of floats does not become exact.
-    round_scales : bool
-        As in `skuda.torch.load_`, for a checkpoint of 4-bit weights, whose own config says all else.
+    approximate : str, optional
+        As in `skuda.torch.load_`, for a checkpoint of other projects, whose own config says all else.
     scheme : Scheme, optional
         The scheme of an int8 checkpoint, in place of all other arguments.
     calibration : sequence of tensor or mapping, optional
@@ -106,6 +107,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     asked: Scheme | None = None
     """The scheme in the config that a user gave for a checkpoint with its own."""
+    approximate: str | None = None  # that of pickles of version 0.1, which lack it
 
     def __init__(
         self,
@@ -115,16 +117,16 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_size: int | None = None,
         symmetric: bool | None = None,
         exact: bool | None = None,
-        round_scales: bool = False,
+        approximate: str | None = None,
         scheme: Scheme | None = None,
         calibration: Sequence[Tensor | Mapping[str, Any]] | None = None,
     ) -> None:
         if calibration is not None and (not isinstance(calibration, list | tuple) or not calibration):
             rule = "be a list of tensors of tokens, or of mappings of arguments"
             raise InvalidProblem("SkudaConfig", "calibration", shown(calibration), rule)
-        for name, flag in (("exact", exact), ("round_scales", round_scales)):
-            if flag is not None and not isinstance(flag, bool):
-                raise InvalidProblem("SkudaConfig", name, shown(flag), "be True or False")
+        if exact is not None and not isinstance(exact, bool):
+            raise InvalidProblem("SkudaConfig", "exact", shown(exact), "be True or False")
+        check_approximate("SkudaConfig", approximate)
         if not (ignore is None or isinstance(ignore, (list, tuple, set, frozenset, str))):
             raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be a list of names")
         if exact and ignore:
@@ -140,7 +142,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = OWN_METHOD
         self.ignore = None if ignore is None else tuple(ignore)
         self.weights, self.group_size, self.symmetric = weights, group_size, symmetric
-        self.exact, self.round_scales = exact, round_scales
+        self.exact, self.approximate = exact, approximate
         self.scheme, self.calibration = scheme, calibration
         _ = self.dynamic
         if scheme is not None and (self._given() or calibration):
@@ -158,8 +160,6 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         given = {name: value for name, value in held.items() if value is not None}
         if self.ignore is not None:
             given["ignore"] = list(self.ignore)
-        if not self.round_scales:
-            del given["round_scales"]
         return given
 
     @classmethod
@@ -186,7 +186,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return what transformers gives to the config of a checkpoint. `check_checkpoint` then checks it."""
         asked = {} if self.scheme is None else {"asked": self.scheme}
-        return self._given() | {"round_scales": self.round_scales, "calibration": self.calibration} | asked
+        return self._given() | {"approximate": self.approximate, "calibration": self.calibration} | asked
 
     def check_checkpoint(self) -> None:
         """Raise `InvalidProblem` for an option that a checkpoint which is quantized already cannot take."""
@@ -265,6 +265,21 @@ def _answers() -> None:
 _answers()
 
 
+_merge = auto.AutoHfQuantizer.merge_quantization_configs
+_merge = getattr(_merge, "__wrapped__", _merge)  # that of an import that was interrupted afterwards
+
+
+@wraps(_merge)
+def _merged(of_file: Any, given: Any) -> Any:
+    """Let a `SkudaConfig` read checkpoints that transformers would give to other packages, as those of GPTQ."""
+    if isinstance(given, SkudaConfig) and isinstance(of_file, dict) and {"config_groups", "bits"} & of_file.keys():
+        of_file = SkudaConfig(scheme=Scheme.parse("config.json", of_file, approximate=given.approximate is not None))
+    return _merge(of_file, given)
+
+
+auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(_merged)
+
+
 @register_quantizer(OWN_METHOD)
 class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     """Puts int8 layers into a model: before loading an int8 checkpoint, or after loading a checkpoint of floats.
@@ -286,6 +301,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self._unread: dict[str, tuple[nn.Module, SchemeGroup]] = {}
         """Layers of which transformers reads the tensors as they are stored."""
+        self._differences: dict[str, Difference] = {}
+        """How far layers are from the checkpoint."""
         self._codes: tuple[str, ...] = ()
         """Tensors of int8 layers in the checkpoint."""
         self._dtypes: dict[str, torch.dtype] = {}
@@ -347,7 +364,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             default = torch.get_default_dtype()
             said = stored.dtypes(scheme.dtypes) if scheme.dtypes and scheme.dtypes.default is default else {}
             plan = planned(model, default)
-            every = list(scheme.renamed(stored.module).layers(model, stored.files))
+            every = list(scheme.named(found.kinds).renamed(stored.module).layers(model, stored.files))
             layers = [each for each in every if not _is_new(model, each[0], tensors)] or every
             self._unread = {name: (module, group) for name, module, group in layers if group.stored.converts}
             kept: dict[str, torch.dtype] = {}
@@ -359,7 +376,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                     layer: nn.Module = _Stored(module, part, dtype)
                 else:
                     # The model has no memory yet, and transformers will read the tensors. This only checks them.
-                    layer = int8_layer(module, group, part, smooth=scheme.own, dtype=dtype)
+                    note = partial(self._differences.__setitem__, name)
+                    layer = int8_layer(module, group, part, smooth=scheme.own, dtype=dtype, note=note)
                     part.finish()
                 for own, buffer in layer.named_buffers():
                     if own not in part:
@@ -436,7 +454,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                     f"{problem.must}: the checkpoint says that it is exact; SkudaConfig(exact=False) loads its layers"
                 )
                 raise InvalidProblem("from_pretrained", problem.field, problem.had, rule) from problem
-        self._describe(model, replace(scheme, exact=exact))
+        self._describe(model, scheme_of(model))
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Return the model with layers in floating point, as `dequantize_` makes them; see there."""
@@ -445,7 +463,6 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _make_unread(self, model: nn.Module) -> None:
         """Make the layers of 4-bit weights from stored tensors that transformers has read."""
-        rounded: dict[str, float] = {}
         for name, (module, group) in self._unread.items():
             held: Any = model.get_submodule(name)
             device = next((each.device for each in held.state_dict().values()), None)
@@ -456,7 +473,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                 module,
                 group,
                 tensors,
-                rounded=partial(rounded.__setitem__, name) if self.quantization_config.round_scales else None,
+                approximate=self.quantization_config.approximate,
+                note=partial(self._differences.__setitem__, name),
                 device=device,
                 dtype=held.dtype,
             )
@@ -465,7 +483,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             if hasattr(held, "_hf_hook"):  # of a device map
                 import_module("accelerate.hooks").add_hook_to_module(layer, held._hf_hook)  # noqa: SLF001  its only name
         self._unread = {}
-        warn_rounded(rounded, stacklevel=2)
+        warn_approximate(self._differences, stacklevel=2)
 
 
 def _chosen(ignore: tuple[str, ...], module: nn.Module, name: str) -> bool:
