@@ -23,8 +23,6 @@ from skuda.tools.options import File, Json, Output, Word, Words, argument, flag,
 from skuda.tools.output import Report, progress, refuse
 
 _ENGINES, _WHERE = ("transformers", "vllm"), ("auto", "gpu", "host")
-_MEASURED = 4
-"""Windows that measure what layers cost."""
 _LIKELIEST = 20
 """Tokens whose log-probabilities vLLM returns."""
 _BOUND = f"a lower bound: that of the engine's {_LIKELIEST} likeliest tokens, and of all others as one"
@@ -58,7 +56,7 @@ def run(
     token minus that by the reference. The reference runs in f32. With --quantize, MODEL in floating point is quantized,
     for one row each; the JSON has fields of SkudaConfig, such as {"weights": "int4", "group_size": 32}. With
     --calibration, there is a second row each, of the model with a calibration on windows of these texts; {"weights":
-    "int4", "budget": 5.5} has this one only, and measures on the first of them which layers get more bits. Windows
+    "int4", "budget": 5.5} has this one only, and measures on the first four which layers get more bits. Windows
     begin with what the tokenizer puts before a text. Needs transformers.
 
     With --engine vllm, vLLM serves MODEL. The divergence of its 20 likeliest tokens is then a lower bound.
@@ -69,13 +67,13 @@ def run(
     for name, had, known in (("--engine", engine, _ENGINES), ("--device", device, _WHERE)):
         if had not in known:
             refuse("evaluate", name, had, known)
-    by_us = engine != "vllm"
+    by_us, planned = engine != "vllm", any('"budget"' in each for each in quantize or ())
     for wrong, name, had, rule in (
         (plot is not None and not by_layer, "--plot", "no --by-layer", "stand beside it"),
         (by_layer and not by_us, "--by-layer", "--engine vllm", "be left out: no layers of an engine are seen"),
         (not (quantize or reference), "--quantize", "nothing", "be given, or else --reference"),
         (calibration and not (quantize and by_us), "--calibration", "vllm, or no --quantize", "stand beside it"),
-        (any('"budget"' in each for each in quantize or ()) and not calibration, "--calibration", "nothing", "be given"),
+        (planned and not calibration, "--calibration", "nothing", "be given with a budget"),
     ):
         if wrong:
             raise InvalidProblem("evaluate", name, had, rule)
@@ -230,7 +228,7 @@ def _loading(config: Mapping[str, Any] | None, calibration: Sequence[Any] = ()) 
     bits = options.pop("budget", None)
     described = SkudaConfig.from_dict(options)
     described.calibration = calibration or None
-    described.budget = None if bits is None else Budget(bits, [*calibration[:_MEASURED]])
+    described.budget = None if bits is None else Budget(bits, [*calibration[:4]])
     return {"dtype": "auto"} if config is None else {"dtype": "float32", "quantization_config": described}
 
 
