@@ -25,7 +25,7 @@ DAMPING = 0.01
 """What is added to the diagonal of H, as a part of its mean."""
 _BLOCK = 128
 """Columns whose part in later ones is one product."""
-_MOST = 1 << 22
+_AT_A_TIME = 1 << 22
 """Differences from levels that are in memory at a time."""
 _LARGEST = 32639
 """The largest code of a calibrated input. Below 2^15, so that sums of 2^23 products are exact in f64."""
@@ -130,22 +130,21 @@ def calibrated_weight(weight: Tensor, moments: Moments, group_size: int = 128) -
         stop = min(start + _BLOCK, k)
         errors = targets.new_empty(stop - start, n)
         for j in range(start, stop):
-            group = j // size
             if j % size == 0:
-                scales[group], offsets[group] = _grid(targets[j : j + size], importance[j : j + size])
-            level = _level(targets[j], scales[group], offsets[group])
-            levels[j] = level.to(torch.uint8)
-            error = errors[j - start] = plain[j] - (scales[group] * level + offsets[group])
+                scale, offset = _grid(targets[j : j + size], importance[j : j + size])
+                scale, offset = scale.double(), offset.double()
+                scales[j // size], offsets[j // size], most = scale, offset, _most(scale, offset)
+            levels[j] = level = ((targets[j] - offset) / scale).round().clamp_(min=0).minimum(most)
+            error = errors[j - start] = plain[j] - (scale * level + offset)
             targets[j + 1 : stop] += rates[j, j + 1 : stop, None] * error
         targets[stop:] += _product(rates[start:stop, stop:].T, errors)
     group_scale, group_offset = scales.T.contiguous().to(torch.uint8), offsets.T.contiguous().to(torch.int8)
     return Int4Weight(levels.T.contiguous(), group_scale, group_offset, channel_scale)
 
 
-def _level(targets: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Return the nearest levels whose codes are s8."""
-    most = ((HIGHEST - offset) / scale).floor().clamp(max=STEPS)
-    return ((targets - offset) / scale).round().clamp(min=0).minimum(most)
+def _most(scale: Tensor | float, offset: Tensor) -> Tensor:
+    """Return the largest levels whose codes are s8."""
+    return ((HIGHEST - offset) / scale).floor().clamp(max=STEPS)
 
 
 def _grid(targets: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,11 +163,10 @@ def _grid(targets: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
         step = max(1, tried // 4)
         moved = torch.arange(-(tried // step) * step, tried + 1, step, device=low.device)[:, None]
         places = torch.arange(len(moved), device=low.device)[:, None]
-        for part in which.split(max(1, _MOST // targets[:, :1].numel() // len(moved))):
+        for part in which.split(max(1, _AT_A_TIME // targets[:, :1].numel() // len(moved))):
             start = ((middle[part] - tried * STEPS / 2).round() + moved).clamp(LOWEST, HIGHEST)
-            most = ((HIGHEST - start) / tried).floor().clamp(max=STEPS)
             error = targets[:, None, part] - start
-            error -= (error / tried).round_().clamp_(min=0).minimum(most).mul_(tried)
+            error -= (error / tried).round_().clamp_(min=0).minimum(_most(tried, start)).mul_(tried)
             total = _sum(error.mul_(error).mul_(importance))
             least = total.amin(0)
             first = torch.where(total == least, places, len(places)).amin(0, keepdim=True)
