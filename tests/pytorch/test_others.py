@@ -152,6 +152,8 @@ def test_other_models_are_approximated_if_the_user_says_so_and_saved_as_that(kin
     for load in (lambda: load_(plain, tmp_path / "theirs"), lambda: loaded("theirs", exact=False)):
         with pytest.raises(InvalidRecord, match="approximate='int4'"):
             load()
+    with pytest.raises(InvalidProblem, match="approximate must be 'int4' or 'int8'"):
+        load_(plain, tmp_path / "theirs", approximate=True)
     text = "7 layers have weights that differ.* in model.layers.0.[a-z._]+$"
     text = text if kind == "W4A8" else f"^7 layers have activations of 8 bits.*{text}"
     with pytest.warns(UserWarning, match=text):
@@ -168,9 +170,3 @@ def test_other_models_are_approximated_if_the_user_says_so_and_saved_as_that(kin
     save(plain, tmp_path / "ours")
     model.save_pretrained(tmp_path / "again")
     assert all(torch.equal(loaded(folder)(ids).logits, want) for folder in ("ours", "again"))
-
-
-def test_what_to_approximate_by_is_checked(tmp_path):
-    for call in (lambda: load_(nn.Linear(1, 1), tmp_path, approximate=True), lambda: SkudaConfig(approximate="int2")):
-        with pytest.raises(InvalidProblem, match="approximate must be 'int4' or 'int8'"):
-            call()

@@ -524,7 +524,11 @@ def test_a_mapping_is_a_config(tmp_path):
     assert set(report_of(tmp_path, weights="int4", ignore=["lm_head", f"re:.*{UP[-7:]}"]).converted) == {
         name for name in LAYERS if "up_proj" not in name
     }
-    for wrong, words in (({"weight": "int4"}, "weight must be left out"), ({"exact": "yes"}, "exact must be True")):
+    for wrong, words in (
+        ({"weight": "int4"}, "weight must be left out"),
+        ({"exact": "yes"}, "exact must be True"),
+        ({"approximate": "int2"}, "approximate must be 'int4'"),
+    ):
         with pytest.raises(InvalidProblem, match=f"SkudaConfig: {words}"):
             report_of(tmp_path, **wrong)
     every = {"weights": "int4", "group_size": 64, "symmetric": True, "approximate": "int8", "exact": False}
@@ -550,6 +554,16 @@ def test_options_that_a_quantized_checkpoint_cannot_take_are_refused(option, qua
     warnings.filterwarnings("ignore", ".*already has a `quantization_config`")
     with pytest.raises(InvalidProblem, match=f"{next(iter(option))}|weights must be left out"):
         from_pretrained(quantized, quantization_config=SkudaConfig(**option))
+
+
+def test_zero_points_of_something_symmetric_may_be_stored(quantized):
+    tensors = load_file(quantized / "model.safetensors")
+    for number in (0, 1):
+        save_file(
+            tensors | {f"{UP}.weight_zero_point": torch.full((96, 1), number).char()}, quantized / "model.safetensors"
+        )
+        with pytest.raises(InvalidRecord, match="must be 0") if number else nullcontext():
+            from_pretrained(quantized)
 
 
 def test_a_scheme_belongs_to_its_checkpoint(quantized):

@@ -66,6 +66,7 @@ class Tensors:
     ) -> None:
         self.source, self.kinds, self.files = source, kinds, files or {}
         self._read, self._prefix = read, prefix
+        self.device: torch.device | None = None
         self._left = set(kinds) if left is None else left
 
     def renamed(self, names: Mapping[str, str], converted: Iterable[Converted] = ()) -> Self:
@@ -112,12 +113,10 @@ class Tensors:
         return type(self)(self.source, self.kinds, self._read, files=self.files, prefix=f"{prefix}.", left=self._left)
 
     def copies(self, device: torch.device) -> Self:
-        """Return the same tensors, which are read as copies on a device."""
-
-        def read(name: str) -> Tensor:
-            return self._read(name).detach().to(device, copy=True)
-
-        return type(self)(self.source, self.kinds, read, files=self.files, prefix=self._prefix, left=self._left)
+        """Return the same tensors, of which `take` returns copies on a device."""
+        made = type(self)(self.source, self.kinds, self._read, files=self.files, prefix=self._prefix, left=self._left)
+        made.device = device
+        return made
 
     def without_values(self, name: str) -> Tensor:
         """Return a tensor on the meta device; raise `InvalidRecord` for a dtype that torch lacks."""
@@ -155,15 +154,16 @@ class Tensors:
             had = _text(self.kinds[full]) if full in self.kinds else "nothing"
             self.refuse(name, had, f"be {words[0]} of shape {words[1]}")
         self._left.discard(full)
-        return self._read(full)
+        found = self._read(full)
+        return found if self.device is None else found.detach().to(self.device, copy=True)
 
     def take_zeros(
         self, name: str, dtypes: tuple[torch.dtype, ...] = CODES, why: str = "the config says that this is symmetric"
     ) -> None:
         """Take a tensor of zeros, if it is there, such as the zero points that old writers store of a symmetric one."""
         if name in self:
-            zeros = self.take(name, dtypes, self.kinds[self._prefix + name][1])
-            if bool(zeros.any()):
+            self.take(name, dtypes, self.kinds[self._prefix + name][1])
+            if bool(self._read(self._prefix + name).any()):  # copies may have no values
                 self.refuse(name, "other numbers", f"be 0: {why}")
 
     def finish(self) -> None:

@@ -379,7 +379,8 @@ class Scheme:
         if method in others:
             if not approximate:
                 read.refuse("quant_method", f"{method}, whose activations are floats", _FLOATS)
-            return cls((SchemeGroup((), ActivationScheme.DYNAMIC, _stored(read, method), weights_only=True),))
+            stored = next(filter(None, (kind.parse(read, method) for kind in stored_weights())))
+            return cls((SchemeGroup((), ActivationScheme.DYNAMIC, stored, weights_only=True),))
         own = method == OWN_METHOD
         kinds = [kind for kind in stored_weights() if (own or not kind.own) and not kind.method]
         formats = list(dict.fromkeys(name for kind in kinds for name in kind.file_formats))
@@ -402,22 +403,16 @@ class Scheme:
         return cls(found, ignore, own=own, dtypes=kept, exact=exact)
 
 
-def _stored(weights: ConfigFields, file_format: str) -> StoredWeight:
-    """Read how weights are stored."""
-    found = next(filter(None, (kind.parse(weights, file_format) for kind in stored_weights())), None)
-    if found is None:
-        weights.refuse("", shown(weights.fields), f"be weights of the format {file_format}")
-    return found
-
-
 def _group_of(read: ConfigFields, formats: list[str], default: str) -> SchemeGroup:
     """Read a group. Its format is one of `formats`, by default that of all groups."""
     file_format = read.one_of("format", [*formats, None], default=None) or default
-    stored = _stored(ConfigFields(read.source, f"{read.place}.weights", read.take("weights")), file_format)
+    weights = ConfigFields(read.source, f"{read.place}.weights", read.take("weights"))
+    stored = next(filter(None, (kind.parse(weights, file_format) for kind in stored_weights())), None)
+    if stored is None:
+        read.refuse("weights", shown(weights.fields), f"be weights of the format {file_format}")
     given = read.take("input_activations")
-    weights_only = given is None
-    given = tensor_fields("token", dynamic=True) if weights_only else given
-    inputs = ConfigFields(read.source, f"{read.place}.input_activations", given)
+    fields = tensor_fields("token", dynamic=True) if given is None else given
+    inputs = ConfigFields(read.source, f"{read.place}.input_activations", fields)
     dynamic = inputs.one_of("dynamic", [True] if stored.dynamic else [False, True], default=False)
     inputs.one_of("strategy", ["token" if dynamic else "tensor"])
     symmetric = inputs.one_of("symmetric", [True] if dynamic else [True, False], default=True)
@@ -426,7 +421,7 @@ def _group_of(read: ConfigFields, formats: list[str], default: str) -> SchemeGro
     targets = read.targets("targets")
     read.finish()
     static = ActivationScheme.STATIC if symmetric else ActivationScheme.SHIFTED
-    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, stored, weights_only)
+    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, stored, given is None)
 
 
 def matches(targets: tuple[str, ...], name: str, module: nn.Module, stored: str | None = None) -> bool:
