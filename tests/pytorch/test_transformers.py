@@ -531,6 +531,8 @@ def test_a_mapping_is_a_config(tmp_path):
     ):
         with pytest.raises(InvalidProblem, match=f"SkudaConfig: {words}"):
             report_of(tmp_path, **wrong)
+    with pytest.raises(InvalidProblem, match="approximate must be left out: the checkpoint is of floats"):
+        report_of(tmp_path, approximate="int8")
     every = {"weights": "int4", "group_size": 64, "symmetric": True, "approximate": "int8", "exact": False}
     given = SkudaConfig(["lm_head"], **every)
     assert given.to_dict() == {"quant_method": "skuda", "ignore": ["lm_head"]} | every

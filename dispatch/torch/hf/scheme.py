@@ -35,7 +35,7 @@ METHOD = "compressed-tensors"
 OWN_METHOD = "skuda"
 """Marks a checkpoint that others would misread: smoothing factors, 4-bit weights, or codes (N, K) of a `Conv1D`."""
 
-_FLOATS = "be 8 bits: approximate='int4' or 'int8' gives activations codes of 8 bits, with a scale a row"
+_FLOATS = "have activations of 8 bits: approximate='int4' or 'int8' of load_ and SkudaConfig gives them, a scale a row"
 _VERSION = "0.20.0"
 _MOST_NAMES = 64
 """Names in `ignore` that differ in numbers alone. More of them become one pattern."""
@@ -378,7 +378,7 @@ class Scheme:
         method = read.one_of("quant_method", [METHOD, OWN_METHOD, *others])
         if method in others:
             if not approximate:
-                read.refuse("quant_method", f"{method}, whose activations are floats", _FLOATS)
+                read.refuse("quant_method", f"{method}, for floats", _FLOATS)
             stored = next(filter(None, (kind.parse(read, method) for kind in stored_weights())))
             return cls((SchemeGroup((), ActivationScheme.DYNAMIC, stored, weights_only=True),))
         own = method == OWN_METHOD

@@ -322,6 +322,9 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         elif self.quantization_config.scheme is not None:
             rule = "be left out: the checkpoint is of floats, and nothing says that it is quantized"
             raise InvalidProblem("from_pretrained", "scheme", "a scheme of int8 layers", rule)
+        elif self.quantization_config.approximate is not None:
+            rule = "be left out: the checkpoint is of floats, which `weights` quantizes"
+            raise InvalidProblem("from_pretrained", "approximate", self.quantization_config.approximate, rule)
 
     @property
     def is_trainable(self) -> bool:
