@@ -20,6 +20,7 @@ from skuda.registry.value import expect, expect_real
 from skuda.torch.convert.calibration import Calibration, check_calibration
 from skuda.torch.convert.smoothing import column_maxima, largest, not_proportional
 from skuda.torch.fuse.fuse import gated_form
+from skuda.torch.models.folded import record
 from skuda.torch.models.replaceable_layers import (
     ReplacementChecks,
     as_linear,
@@ -115,6 +116,7 @@ def fold_(
             not_folded[source] = reason
         else:
             folded[source], taken[source] = names, found
+    record(model, folded, taken)
     return Folding(folded, not_folded, taken, _after(calibration, folded, taken))
 
 

@@ -51,6 +51,7 @@ from skuda.torch.hf.stored import check_values, int8_layer
 from skuda.torch.linear.activation import PER_ROW
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import Part, int8_layers, is_joined
+from skuda.torch.models.folded import FOLDED, describe, digest_in
 from skuda.torch.models.replaceable_layers import carry, changed, is_of_transformers
 
 CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -111,7 +112,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
     folder = _folder("load_", model, path)
     with opened(folder) as stored:
         tensors = stored
-        scheme = Scheme.parse(str(folder / CONFIG), read_object(folder / CONFIG).get("quantization_config"))
+        config = read_object(folder / CONFIG)
+        scheme = Scheme.parse(str(folder / CONFIG), config.get("quantization_config"))
         files: dict[str, str] = {}
         dtypes: dict[str, torch.dtype] = {}
         renaming = _renaming(model)
@@ -153,6 +155,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
         with torch.no_grad():
             for own, tensor in copies:
                 own.copy_(tensor)
+    describe(model, loaded=digest_in(config))
     changed(model, int8=True)
     warn_rounded(rounded, stacklevel=2)
     warn_per_row(rows, stacklevel=2)
@@ -242,7 +245,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     _safetensors()
     group = _group(model)
     scheme, tensors = described(model, parts=True)
-    fields = _config_of(model) | {"quantization_config": scheme.fields()}
+    folding = describe(model)
+    fields = _config_of(model) | ({FOLDED: folding} if folding else {}) | {"quantization_config": scheme.fields()}
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     if group is None:
         _write(folder, text, _in_file(model, tensors))

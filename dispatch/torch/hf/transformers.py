@@ -56,6 +56,7 @@ from skuda.torch.hf.scheme import METHOD, OWN_METHOD, ActivationScheme, Scheme, 
 from skuda.torch.hf.stored import check_values, int8_layer
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import int8_layers
+from skuda.torch.models.folded import describe
 from skuda.torch.models.replaceable_layers import Filter, sizes_of
 
 for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
@@ -312,6 +313,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the tensors for `save_pretrained`, and update the config to the model's present state."""
         self.quantization_config.scheme, tensors = described(model)
+        describe(model)
         return tensors, {}
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
