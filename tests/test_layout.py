@@ -66,6 +66,7 @@ ORDER = (
     "vllm.config",
     "vllm.sampler",
     "vllm.sampler_v2",
+    "vllm.adapters",
     "vllm.exact",
     "vllm",
 )
