@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.cli import main
@@ -116,17 +117,21 @@ def vllm_times(record: Path = EVIDENCE / "h200-vllm-exact.txt") -> str:
     return markdown_table(("", *names.values()), rows)
 
 
-def vllm_engines(record: Path = EVIDENCE / "h200-vllm-engines.txt") -> str:
+def _said(of: str, record: Path = EVIDENCE / "h200-vllm-engines.txt") -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the names of engines of vLLM and what was printed of each."""
+    for line in record.read_text(encoding="utf-8").splitlines():
+        if one := re.fullmatch(rf"{of} (\S+) (\{{.*\}})", line):
+            yield one[1], literal_eval(one[2])
+
+
+def vllm_engines() -> str:
     """Return what was printed of engines of vLLM: decode steps, prompts, and mixed requests, once and again."""
     names = {"skuda": "skuda", "skudaint4": "skuda, 4 bits", "skudaexact": "skuda, exact"}
     names |= {"skudaint4exact": "skuda, exact, 4 bits", "stock": "int8", "fp8": "fp8", "w4a16": "W4A16", "bf16": "bf16"}
-    rounds: dict[str, dict[str, float]] = {}
+    rounds = dict(_said("round 0"))
     mixed: dict[str, list[float]] = defaultdict(list)
-    for line in record.read_text(encoding="utf-8").splitlines():
-        if one := re.fullmatch(r"round 0 (\S+) (\{.*\})", line):
-            rounds[one[1]] = literal_eval(one[2])
-        elif one := re.fullmatch(r"mixed (\S+) (\{.*\})", line):
-            mixed[one[1]].append(literal_eval(one[2])["s"])
+    for name, said in _said("mixed"):
+        mixed[name].append(said["s"])
     rows = [
         (
             label,
@@ -140,21 +145,44 @@ def vllm_engines(record: Path = EVIDENCE / "h200-vllm-engines.txt") -> str:
 
 
 def accuracy(record: Path = EVIDENCE / "accuracy.json") -> str:
-    """Return what ``skuda evaluate`` recorded of a language model."""
+    """Return what ``skuda evaluate`` recorded of a language model, beside the speed of a larger one in vLLM."""
     found = json.loads(record.read_text(encoding="utf-8"))
-    first, *others = found["rows"]
-    rows = [("f32", f"{first['bytes'] / 1e6:.0f}", f"{first['perplexity']:.2f}", "", "", "")]
-    for row in others:
-        size, error = f"{row['bytes'] / 1e6:.0f}", f"{row['divergence']:.4f} ± {row['divergence_error']:.4f}"
-        name = row["model"].replace("weights int8", "int8").replace("weights int4, group_size 0", "int4, whole rows")
-        name = name.replace("weights int4, group_size", "int4, groups of")
-        shown = f"{row['perplexity']:.2f}", error, f"{row['divergence_p99']:.2f}", f"{row['agreement']:.3f}"
-        rows.append((name, size, *shown))
-    header = ("weights", "MB", "perplexity", "divergence, nats", "its 99%", "same first choice")
     texts = ", ".join(text["name"].removesuffix(".txt") for text in found["texts"])
     calibrated = f"; calibrated on {len(found['calibration'])} other texts" if found["calibration"] else ""
     used = f"{found['windows']} windows of {found['length']} tokens of each of {texts}{calibrated}"
-    return f"{markdown_table(header, rows)}\n{found['model']['name']}, {used}; {found['device']}.\n"
+    rows = _accuracies(found)
+    return f"{markdown_table(_ACCURACY, rows)}\n{found['model']['name']}, {used}; {found['device']}.\n"
+
+
+def accuracy_in_short(record: Path = EVIDENCE / "accuracy.json") -> str:
+    """Return five rows of `accuracy`, with fewer columns."""
+    shown = ("f32", "int8", "int8, calibrated", "int4, groups of 32, calibrated", "int4, groups of 128, calibrated")
+    rows = [row for row in _accuracies(json.loads(record.read_text(encoding="utf-8"))) if row[0] in shown]
+    return markdown_table((*_ACCURACY[:4], _ACCURACY[-1]), [(*row[:4], row[-1]) for row in rows])
+
+
+_ACCURACY = ("weights", "MB", "perplexity", "divergence, nats", "its 99%", "same first choice", "tokens/s of 8B")
+
+
+def _accuracies(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of `accuracy`."""
+    speeds = {name: f"{1e3 / said['step_ms 1']:.0f}" for name, said in _said("round 0")}
+    first, *others = found["rows"]
+    rows: list[tuple[str, ...]] = [
+        ("f32", f"{first['bytes'] / 1e6:.0f}", f"{first['perplexity']:.2f}", "", "", "", f"{speeds['bf16']} in bf16")
+    ]
+    for row in others:
+        size, error = f"{row['bytes'] / 1e6:.0f}", f"{row['divergence']:.4f} ± {row['divergence_error']:.4f}"
+        given = {"weights": "int8", **row["quantize"]}
+        groups = f", groups of {given['group_size']}" if given.get("group_size") else ", whole rows"
+        name = given["weights"] + (groups if given["weights"] == "int4" else "")
+        name += f", {given['budget']} bits in the mean" if "budget" in given else ""
+        name += ", calibrated" if row["model"].endswith("calibrated") else ""
+        speed = speeds["skuda"] if given["weights"] == "int8" else ""
+        speed = speeds["skudaint4"] if given.get("group_size") == 128 and "budget" not in given else speed
+        shown = f"{row['perplexity']:.2f}", error, f"{row['divergence_p99']:.2f}", f"{row['agreement']:.3f}"
+        rows.append((name, size, *shown, speed))
+    return rows
 
 
 def int4_times(record: Path = EVIDENCE / "h100-int4.json") -> str:
@@ -198,6 +226,7 @@ TABLES = {
     "make tables": matrix,
     "python docs/tables.py exact": exact_cost,
     "python docs/tables.py accuracy": accuracy,
+    "python docs/tables.py accuracy-in-short": accuracy_in_short,
     "python docs/tables.py int4-times": int4_times,
     "python docs/tables.py vllm": vllm_times,
     "python docs/tables.py vllm-engines": vllm_engines,

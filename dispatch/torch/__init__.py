@@ -13,6 +13,7 @@ if __name__ != "skuda.torch":
 
 from skuda.torch import moved
 from skuda.torch.certification.certificate import Certificate, certify
+from skuda.torch.convert.budget import Budget
 from skuda.torch.convert.calibration import Calibration, calibrate
 from skuda.torch.convert.dequantize import Dequantization, dequantize_
 from skuda.torch.convert.fold import Folding, fold_
@@ -35,6 +36,7 @@ from skuda.torch.ops.sampling import log_probs, sample
 from skuda.torch.training.layers import FakeQuant, FakeQuantLinear, Mixed, MixedLinear, observe
 
 __all__ = [
+    "Budget",
     "Calibration",
     "Certificate",
     "CodesLinear",

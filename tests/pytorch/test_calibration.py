@@ -151,6 +151,29 @@ def test_rows_are_whole_distinct_and_the_same_for_a_seed():
     assert not torch.equal(found, drawn(rows.split(60), rows=32, seed=seed + 1))
 
 
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_layers_share_the_sample_of_the_inputs_that_they_share(spoiled):
+    class Twins(nn.ModuleDict):
+        def forward(self, first, second):
+            self["a"](first)
+            if spoiled:
+                first += 1
+            self["b"](second)
+
+    batches = [(each, each) for each in numbered(500).split(60)]
+    twins = Twins({name: nn.Linear(2, 1) for name in "ab"})
+    with calibrate(twins, rows=32) as same:
+        for batch in batches:
+            twins(*batch)
+    assert (same.rows["a"] is same.rows["b"]) is not spoiled
+    assert torch.equal(same.rows["a"] + spoiled, same.rows["b"])
+    with calibrate(twins, rows=32) as other:
+        for first, second in batches:
+            twins(first.clone(), second if first[0, 0] < 300 else second + 1)
+    assert not torch.equal(other.rows["a"], other.rows["b"])
+    assert torch.equal(other.rows["b"], drawn([each + (each[0, 0] >= 300) for each, _ in batches], rows=32))
+
+
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [

@@ -49,6 +49,19 @@ def grid(targets, importance):
     return best[1:]
 
 
+def product(left, right):
+    """left right over a block of columns, as `_product` defines it, in integers."""
+    parts, exponents = [], []
+    for factor, axis in ((left, 1), (right, 0)):
+        exponents.append(np.frexp(np.abs(factor).max(axis, keepdims=True, initial=0))[1] - 22)
+        wide = np.ldexp(factor, -exponents[-1])
+        high = np.rint(wide)
+        parts.append((high.astype(np.int64), np.rint(np.ldexp(wide - high, 22)).astype(np.int64)))
+    (high, low), (other, rest) = parts
+    found = (high @ other).astype(F64) + np.ldexp((high @ rest + low @ other).astype(F64), -22)
+    return np.ldexp(found, exponents[0] + exponents[1])
+
+
 def by_the_book(weight, rows, size):
     """Levels, scales and offsets as the docstrings define them, element by element."""
     n, k = weight.shape
@@ -57,29 +70,36 @@ def by_the_book(weight, rows, size):
     codes = np.rint(rows / (np.abs(rows).max() / 32639))
     moments = codes.T @ codes
     left = moments + np.eye(k) * (0.01 * (int(np.trace(moments)) / k))
-    rates = np.zeros((k, k))
+    rates, root = np.zeros((k, k)), np.zeros((k, k))
     for j in reversed(range(k)):
-        column = left[:j, j] / np.sqrt(left[j, j])
+        start = j // 128 * 128
+        column = root[:j, j] = left[:j, j] / np.sqrt(left[j, j])
         rates[:j, j] = column / np.sqrt(left[j, j])
-        left[:j, :j] -= np.outer(column, column)
+        left[:j, start:j] -= np.outer(column, column[start:])
+        if j == start:
+            block = root[:start, start : start + 128]
+            left[:start, :start] -= product(block, block.T)
     plain = weight.numpy().astype(F64) / scale.astype(F64)[:, None]
-    targets = plain.copy()
+    targets, errors = plain.copy(), np.zeros((n, k))
     levels, scales, offsets = np.zeros((n, k)), np.zeros((n, -(-k // size))), np.zeros((n, -(-k // size)))
     for row in range(n):
         for j in range(k):
-            group = j // size
+            group, stop = j // size, min(j // 128 * 128 + 128, k)
             if j % size == 0:
                 found = grid(targets[row, j : j + size], np.maximum(moments.diagonal()[j : j + size], 1))
                 scales[row, group], offsets[row, group] = found
             s, o = scales[row, group], offsets[row, group]
             levels[row, j] = np.clip(np.rint((targets[row, j] - o) / s), 0, min(15, (127 - o) // s))
-            error = plain[row, j] - (s * levels[row, j] + o)
-            for after in range(j + 1, k):
-                targets[row, after] += rates[j, after] * error
+            errors[row, j] = plain[row, j] - (s * levels[row, j] + o)
+            for after in range(j + 1, stop):
+                targets[row, after] += rates[j, after] * errors[row, j]
+            if j + 1 == stop:
+                block = slice(j // 128 * 128, stop)
+                targets[row, stop:] += product(rates[block, stop:].T, errors[row, block, None])[:, 0]
     return levels, scales, offsets
 
 
-@pytest.mark.parametrize(("k", "size"), [(40, 32), (70, 64), (33, 0), (1, 128)])
+@pytest.mark.parametrize(("k", "size"), [(40, 32), (300, 64), (200, 0), (1, 128)])
 def test_a_calibrated_weight_is_the_one_that_is_defined(k, size):
     rng = fresh(k, size)
     weight, rows = normal(rng, 4, k) * torch.tensor([1.0, 0.01, 30.0, 1.0])[:, None], related(rng, 2 * k, k)

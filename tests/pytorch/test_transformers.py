@@ -141,6 +141,8 @@ def test_a_calibration_is_run_as_a_checkpoint_of_floats_is_loaded(given, tmp_pat
     for wrong in (batches[0], [], 3):
         with pytest.raises(InvalidProblem, match="calibration must be a list"):
             SkudaConfig(calibration=wrong)
+    with pytest.raises(InvalidProblem, match="be a Budget"):
+        SkudaConfig(budget=4)
 
 
 def test_a_fused_model_is_saved_as_the_model_that_it_was(tmp_path):

@@ -55,8 +55,9 @@ def run(
     KL(reference || model) in nats, the share of equal first choices, perplexity, and the log-likelihood of the actual
     token minus that by the reference. The reference runs in f32. With --quantize, MODEL in floating point is quantized,
     for one row each; the JSON has fields of SkudaConfig, such as {"weights": "int4", "group_size": 32}. With
-    --calibration, there is a second row each, of the model with a calibration on windows of these texts. Windows begin
-    with what the tokenizer puts before a text. Needs transformers.
+    --calibration, there is a second row each, of the model with a calibration on windows of these texts; {"weights":
+    "int4", "budget": 5.5} has this one only, and measures on the first four which layers get more bits. Windows
+    begin with what the tokenizer puts before a text. Needs transformers.
 
     With --engine vllm, vLLM serves MODEL. The divergence of its 20 likeliest tokens is then a lower bound.
     """
@@ -66,12 +67,13 @@ def run(
     for name, had, known in (("--engine", engine, _ENGINES), ("--device", device, _WHERE)):
         if had not in known:
             refuse("evaluate", name, had, known)
-    by_us = engine != "vllm"
+    by_us, planned = engine != "vllm", any('"budget"' in each for each in quantize or ())
     for wrong, name, had, rule in (
         (plot is not None and not by_layer, "--plot", "no --by-layer", "stand beside it"),
         (by_layer and not by_us, "--by-layer", "--engine vllm", "be left out: no layers of an engine are seen"),
         (not (quantize or reference), "--quantize", "nothing", "be given, or else --reference"),
         (calibration and not (quantize and by_us), "--calibration", "vllm, or no --quantize", "stand beside it"),
+        (planned and not calibration, "--calibration", "nothing", "be given with a budget"),
     ):
         if wrong:
             raise InvalidProblem("evaluate", name, had, rule)
@@ -157,11 +159,12 @@ class _Work:
         self._check_floats("--reference", self.reference)
         if configs != [None]:
             self._check_floats("MODEL", self.model)
-        loading = [] if by_vllm else [_loading(config) for config in configs]  # it refuses unknown options at once
+        loading = [] if by_vllm else [_loading(config, seen) for config in configs]  # unknown options are refused now
         served = [self._served(windows, config) for config in configs] if by_vllm else []
         reference = self._loaded("AutoModelForCausalLM", self.reference, dtype="float32")
         rows = [{"model": f"{Path(self.reference).name}, f32", "bytes": _bytes(reference)}]
-        ways = [(at, calibrated) for at in range(len(configs)) for calibrated in ((False, True) if seen else (False,))]
+        ways = [(at, False) for at, config in enumerate(configs) if "budget" not in (config or {})]
+        ways = sorted(ways + [(at, True) for at in range(len(configs)) if seen])
         for done, (at, calibrated) in enumerate(ways):
             config = configs[at]
             given = {"weights": "int8", **(config or {})}
@@ -172,7 +175,7 @@ class _Work:
                 size, pairs = None, zip(windows, served[at], strict=True)
                 found = summary([likeliest(reference, ids[0], places) for ids, places in pairs])
             else:
-                how = _loading(config, seen) if calibrated else loading[at]
+                how = loading[at] if calibrated else _loading(config)
                 model = self._loaded("AutoModelForCausalLM", self.model, **how)
                 size, found = _bytes(model), compare(model, reference, windows, by_layer=by_layer)
                 del model
@@ -218,10 +221,14 @@ class _Work:
 
 def _loading(config: Mapping[str, Any] | None, calibration: Sequence[Any] = ()) -> dict[str, Any]:
     """Return how transformers loads a model that is quantized so, or as it is."""
+    from skuda.torch.convert.budget import Budget
     from skuda.torch.hf.transformers import SkudaConfig
 
-    described = SkudaConfig.from_dict({"quant_method": "skuda", **(config or {})})
+    options = {"quant_method": "skuda", **(config or {})}
+    bits = options.pop("budget", None)
+    described = SkudaConfig.from_dict(options)
     described.calibration = calibration or None
+    described.budget = None if bits is None else Budget(bits, [*calibration[:4]])
     return {"dtype": "auto"} if config is None else {"dtype": "float32", "quantization_config": described}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -73,7 +73,7 @@ class Calibration:
     maxima : dict of str to tensor of shape (K,), f32
         Largest magnitude of every input channel, by layer, on the layer's device. NaN is skipped.
     rows : dict of str to tensor of shape (R, K)
-        A uniform sample of the input rows, by layer.
+        A uniform sample of the input rows, by layer. Layers that always got the same tensor share theirs.
     norms : dict of str to tuple of str
         Layers whose inputs all come from one norm, by the name of the norm, if nothing else uses the norm's output.
     not_folded : dict of str to str
@@ -126,7 +126,7 @@ def calibrate(
     rows : int
         Number of rows to keep for each layer. Only the search of `SmoothStatic` and `SmoothDynamic` needs them.
     seed : int
-        Seed of the sample of rows, which also depends on the layer's name.
+        Seed of the samples of rows.
 
     Yields
     ------
@@ -148,9 +148,9 @@ def calibrate(
     }
     flow = _Flow(model, layers)
     with ExitStack() as stack:
+        inputs = _Inputs(calibration, rows, seed)
         for name, layer in layers.items():
-            inputs = _Inputs(calibration, name, rows, seed)
-            hook = _unwatched(inputs.observe)
+            hook = _unwatched(partial(inputs.observe, name))
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -163,43 +163,50 @@ def calibrate(
 
 
 class _Inputs:
-    """Records the inputs of one layer."""
+    """Records the inputs of layers."""
 
-    def __init__(self, calibration: Calibration, name: str, rows: int, seed: int) -> None:
-        self._to, self._name, self._rows = calibration, name, rows
-        self._generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        self._seen = 0
+    def __init__(self, calibration: Calibration, rows: int, seed: int) -> None:
+        self._to, self._rows, self._seed = calibration, rows, seed
+        self._seen: defaultdict[str, int] = defaultdict(int)
+        self._last: Callable[[], object] = lambda: None
+        self._made: tuple[Any, ...] = ()
 
-    def observe(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observe(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input")
         if not isinstance(given, Tensor) or given.dim() == 0 or given.shape[-1] != sizes_of(layer)[1]:
             return  # the layer itself raises the error
         if given.dtype not in _FLOATS:
-            self._to.left[self._name] = f"its input was {given.dtype}, not float16, bfloat16 or float32"
+            self._to.left[name] = f"its input was {given.dtype}, not float16, bfloat16 or float32"
             return
         matrix = autocast(given).detach().reshape(prod(given.shape[:-1]), given.shape[-1])
         if not len(matrix):
             return
         batch = matrix.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(0).float()
-        before = self._to.maxima.get(self._name)
-        self._to.maxima[self._name] = batch if before is None else torch.maximum(before, batch.to(before.device))
-        self._draw(matrix)
+        before = self._to.maxima.get(name)
+        self._to.maxima[name] = batch if before is None else torch.maximum(before, batch.to(before.device))
+        seen, sample = self._seen[name], self._to.rows.get(name)
+        self._seen[name] += len(matrix)
+        version = object() if given.is_inference() else given._version  # noqa: SLF001  the only name of it
+        made_from = version, matrix.dtype, seen, id(sample)
+        if self._last() is not given or self._made[:-1] != made_from:
+            self._last, self._made = TensorWeakRef(given), (*made_from, self._drawn(matrix, seen, sample))
+        if self._made[-1] is not None:
+            self._to.rows[name] = self._made[-1]
 
-    def _draw(self, matrix: Tensor) -> None:
-        """Update the uniform sample of all rows so far (Vitter's algorithm R)."""
-        count = np.arange(self._seen, self._seen + len(matrix))
-        self._seen += len(matrix)
-        places = np.where(count < self._rows, count, self._generator.integers(0, count + 1))
+    def _drawn(self, matrix: Tensor, seen: int, sample: Tensor | None) -> Tensor | None:
+        """Return the uniform sample of all rows so far (Vitter's algorithm R), given that of the rows before."""
+        count = np.arange(seen, seen + len(matrix))
+        drawn = np.random.default_rng([self._seed, seen]).integers(0, count + 1)
+        places = np.where(count < self._rows, count, drawn)
         chosen = {int(place): row for row, place in enumerate(places) if place < self._rows}
         if not chosen:
-            return
-        sample = self._to.rows.get(self._name)
+            return sample
         if sample is None:
             sample = matrix.new_zeros(0, matrix.shape[1])
         if (most := max(chosen) + 1) > len(sample):
             sample = torch.cat([sample, sample.new_zeros(most - len(sample), matrix.shape[1])])
         where, which = (torch.tensor(list(part), device=matrix.device) for part in (chosen.keys(), chosen.values()))
-        self._to.rows[self._name] = sample.index_copy(0, where, matrix.index_select(0, which).to(sample.dtype))
+        return sample.index_copy(0, where, matrix.index_select(0, which).to(sample.dtype))
 
 
 class _Flow(TorchFunctionMode):

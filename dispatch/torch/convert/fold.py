@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import sqrt
 
 import numpy as np
@@ -197,9 +198,11 @@ def _after(calibration: Calibration, folded: Mapping[str, tuple[str, ...]], take
     """Return the calibration of the folded model."""
     maxima, rows = dict(calibration.maxima), dict(calibration.rows)
     for source, names in folded.items():
-        for name in names:
-            for held in (maxima, rows):
-                if name in held:
-                    by = taken[source].to(held[name].device)
-                    held[name] = torch.ops.skuda.smooth.default(held[name], by).to(held[name].dtype)
+        done: dict[int, Tensor] = {}  # layers share samples
+        for held, name in product((maxima, rows), names):
+            if name in held and id(held[name]) not in done:
+                by = taken[source].to(held[name].device)
+                done[id(held[name])] = torch.ops.skuda.smooth.default(held[name], by).to(held[name].dtype)
+            if name in held:
+                held[name] = done[id(held[name])]
     return replace(calibration, maxima=maxima, rows=rows, folded=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
+from skuda.registry.value import expect
+from skuda.torch.convert.budget import Budget, Choice, Spent
 from skuda.torch.convert.calibration import Calibration, check_calibration
 from skuda.torch.convert.fold import fold_
 from skuda.torch.formats import INT8, Quantizer, quantizer
@@ -142,10 +144,7 @@ class Calibrated:
             how: Any = {"alpha": 0.5, "gates": False} if self._wants else {}
             done = fold_(model, self._calibration, **how, exact=False)
             self._calibration, self._folded, self.not_folded = done.calibration, done.folded, done.not_folded
-        # Layers behind one norm have one input, and so one sample is enough.
-        shared = {name: names[0] for names in self._calibration.norms.values() for name in names}
-        self._first = {name: shared.get(name, name) for name in self._calibration.rows}
-        self._moments: tuple[str, Moments] | None = None
+        self._moments: tuple[Tensor, Moments] | None = None  # of the last rows: layers with one input share theirs
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """Return the int8 form of a layer."""
@@ -153,12 +152,12 @@ class Calibrated:
 
     def moments(self, name: str, linear: nn.Linear) -> Moments:
         """Return the moments of a layer's inputs."""
-        first, calibration = self._first.get(name), self._calibration
-        if name in calibration.left or first is None:
-            had = calibration.left.get(name, f"no rows of {name}")
-            raise InvalidProblem("Dynamic", "calibration", had, "be of a run of the layer that kept rows")
-        if self._moments is None or self._moments[0] != first:
-            self._moments = first, Moments(calibration.rows[first].to(linear.weight.device))
+        rows, left = self._calibration.rows.get(name), self._calibration.left.get(name)
+        if left is not None or rows is None:
+            rule = "be of a run of the layer that kept rows"
+            raise InvalidProblem("Dynamic", "calibration", left or f"no rows of {name}", rule)
+        if self._moments is None or self._moments[0] is not rows:
+            self._moments = rows, Moments(rows.to(linear.weight.device))
         return self._moments[1]
 
     def fold(self, model: nn.Module, converted: Mapping[str, nn.Module]) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002  the protocol's
@@ -190,6 +189,8 @@ class Report:
     static_errors : mapping of str to float
         By layer with a fixed scale, the squared error of its outputs for the calibration's rows, over that with a scale
         per row.
+    choices : tuple of Choice
+        What a budget gave layers with one input, and what that costs.
     """
 
     converted: Mapping[str, str]
@@ -202,6 +203,7 @@ class Report:
     layer_bytes_after: int
     per_row: tuple[str, ...] = ()
     static_errors: Mapping[str, float] = field(default_factory=dict)
+    choices: tuple[Choice, ...] = ()
 
     def __str__(self) -> str:
         layers = _change(self.layer_bytes_before, self.layer_bytes_after)
@@ -220,6 +222,7 @@ class Report:
             lines.append(f"  fixed scales make large errors in {len(above)} layers, {most}: see dynamic_above")
         if self.per_row:
             lines.append(f"  {per_row_text(self.per_row)}")
+        lines += [f"  {each}" for each in self.choices if each.saved]
         return "\n".join(lines)
 
 
@@ -227,7 +230,14 @@ def _change(before: int, after: int) -> str:
     return f"{before} -> {after} bytes" + (f" ({after / before:.3f}x)" if before else "")
 
 
-def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None, *, strict: bool = False) -> Report:
+def quantize_(
+    model: nn.Module,
+    config: Config,
+    filter_fn: Filter | None = None,
+    *,
+    strict: bool = False,
+    budget: Budget | None = None,
+) -> Report:
     """Replace the linear layers of a model, in place.
 
     It replaces `nn.Linear`, the `Conv1D` of transformers, and subclasses of `nn.Linear` only if they have a method
@@ -253,6 +263,9 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
         floating point by which inputs may be multiplied. Tables of embeddings and weights of norms do not count. With
         `strict`, the filter is asked about the modules of such parameters, too, and excludes them by returning False. A
         layer that its calibration does not serve is found after the model was folded, which then stays so.
+    budget : Budget, optional
+        With it, layers whose codes cost the most get 8 bits or stay in floating point, for `Dynamic`. The report says
+        which, what they cost and what that saves. It needs the memory of the model in both forms for a while.
 
     Returns
     -------
@@ -261,16 +274,10 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     Raises
     ------
     InvalidProblem
-        For an argument of the wrong type and, with `strict`, for a layer that cannot be replaced.
+        For an argument of the wrong type and, with `strict`, for a layer that cannot be replaced; for a budget that the
+        config exceeds, and as `compare`.
     """
-    check_model("quantize_", model, filter_fn)
-    if not isinstance(strict, bool):
-        raise InvalidProblem("quantize_", "strict", shown(strict), "be True or False")
-    if isinstance(model, nn.Linear) or is_conv1d(model):
-        rule = "contain the layer, as nn.Sequential(linear) does; or use DynamicLinear.from_linear(linear)"
-        raise InvalidProblem("quantize_", "model", f"a {type(model).__name__} itself", rule)
-    if isinstance(config, type) or not callable(getattr(config, "convert", None)):
-        raise InvalidProblem("quantize_", "config", shown(config), "be a config, such as Dynamic()")
+    _check_arguments(model, config, filter_fn, strict=strict, budget=budget)
     total = bytes_of(model)
     fit, left = _sorted(model, filter_fn)
     others = tuple(other_matrices(model))
@@ -284,10 +291,14 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     joint: Any = config
     if hasattr(config, "together"):
         joint = config.together(model, {name: as_linear(layer) for name, layer in fit.items()})
+    spent = None
+    if budget is not None:
+        eight = Dynamic(nonfinite=cast("Dynamic", config).nonfinite)
+        spent = Spent(budget, model, fit, joint.convert, eight.convert)
     slots = _slots(model, fit)
     converted: dict[str, nn.Module] = {}
     before = 0
-    for name, layer, new in _conversions(joint, fit, left):
+    for name, layer, new in _conversions(spent or joint, fit, left):
         converted[name] = new.train(layer.training)
         before += bytes_of(layer)
         if not strict:
@@ -309,7 +320,26 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
         layer_bytes_after=sum(map(bytes_of, converted.values())),
         per_row=_per_row(converted, getattr(config, "group_size", None)),
         static_errors=dict(getattr(joint, "static_errors", {})),
+        choices=spent.choices if spent else (),
     )
+
+
+def _check_arguments(
+    model: nn.Module, config: Config, filter_fn: Filter | None, *, strict: bool, budget: Budget | None
+) -> None:
+    check_model("quantize_", model, filter_fn)
+    if not isinstance(strict, bool):
+        raise InvalidProblem("quantize_", "strict", shown(strict), "be True or False")
+    if isinstance(model, nn.Linear) or is_conv1d(model):
+        rule = "contain the layer, as nn.Sequential(linear) does; or use DynamicLinear.from_linear(linear)"
+        raise InvalidProblem("quantize_", "model", f"a {type(model).__name__} itself", rule)
+    if isinstance(config, type) or not callable(getattr(config, "convert", None)):
+        raise InvalidProblem("quantize_", "config", shown(config), "be a config, such as Dynamic()")
+    expect("quantize_", "budget", budget, Budget | None, "be a Budget, or None")
+    if budget is not None:
+        expect("quantize_", "config", config, Dynamic, "be a Dynamic with a budget")
+    if budget is not None and strict:
+        raise InvalidProblem("quantize_", "strict", "True", "be False with a budget, which leaves layers as they are")
 
 
 def report_of_loaded(model: nn.Module) -> Report:

@@ -18,7 +18,7 @@ from skuda.kernels.smoothing import factors
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.convert.calibration import Calibration, check_calibration
-from skuda.torch.formats import Quantizer, quantizer
+from skuda.torch.formats import INT8, Quantizer, quantizer
 from skuda.torch.formats.int8 import CODES
 from skuda.torch.linear.activation import Nonfinite, check_nonfinite
 from skuda.torch.linear.int8_linear import Int8Linear, StaticLinear, layer_of, propagating
@@ -27,9 +27,6 @@ from skuda.torch.models.replaceable_layers import hooked
 
 ALPHAS = tuple(i / 20 for i in range(21))
 """The strengths that a search tries."""
-
-_MOST_CHANNELS = 4096
-"""Number of output channels whose exact product in f64 is in memory at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +44,9 @@ class _Smooth:
         subject = type(self).__name__
         _check(subject, self.calibration, self.alpha, self.fold)
         check_nonfinite(subject, self.nonfinite)
-        _ = self.quantizer
+        if self.quantizer.format != INT8 and self.alpha == "search":
+            rule = "be a number, or weights 'int8', which a search is for; or see Dynamic(calibration=...)"
+            raise InvalidProblem(subject, "alpha", shown(self.alpha), rule)
 
     @property
     def quantizer(self) -> Quantizer:
@@ -146,23 +145,21 @@ class _Smooth:
         return made(min((None, *ALPHAS), key=lambda alpha: sum(trial(made(alpha)) for trial in trials)))
 
     def _trial(self, name: str, linear: nn.Linear) -> Callable[[Tensor | None], float]:
-        """Return the squared error of a layer's output on its sample, as a function of the factors."""
+        """Return the expected error of a layer on its sample, as a function of the factors; see `SmoothStatic`."""
         rows = self.calibration.rows.get(name)
         rows = rows[rows.isfinite().all(1)].float().to(linear.weight.device) if rows is not None else None
         if rows is None or not len(rows):
             had, rule = f"no finite rows of {name}", "have kept some to search"
             raise InvalidProblem(type(self).__name__, "calibration", had, rule)
-        maxima, weight = self._maxima(name, linear), linear.weight.detach()
-        exact = torch.cat([rows.double() @ part.double().T for part in weight.split(_MOST_CHANNELS)], 1)
+        maxima, weight = self._maxima(name, linear), linear.weight.detach().float()
 
         def error(smooth: Tensor | None) -> float:
-            try:
-                layer = self._made(weight, None, maxima, smooth)
-            except InvalidProblem:  # factors that overflow
-                return inf
-            with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
-                found = float((layer(rows).double() - exact).square().sum())
-            return found if isfinite(found) else inf
+            factor = torch.ones_like(maxima) if smooth is None else smooth.to(rows.device)
+            inputs, columns = (rows / factor).double(), (weight * factor).double()
+            steps = (maxima / factor).amax().double().expand(len(rows)) if self._static else inputs.abs().amax(1)
+            of_inputs = steps.square().sum() * columns.square().sum()
+            found = float(of_inputs + columns.abs().amax(1).square().sum() * inputs.square().sum())
+            return found if isfinite(found) else inf  # of factors that overflow
 
         return error
 
@@ -181,10 +178,11 @@ class SmoothStatic(_Smooth):
     calibration : Calibration
         The calibration of the same model; see `calibrate`.
     alpha : float, "search" or None
-        Smoothing strength in 0..1. None means no smoothing. ``"search"`` tries no smoothing and 0, 0.05, ..., 1. It
-        takes what has the least squared error on the rows of the calibration, summed over layers with the same factors;
-        of equals the first. The error is that of the f32 output, without bias, against the product in f64. The layer is
-        quantized 22 times for it.
+        Smoothing strength in 0..1. None means no smoothing. ``"search"``, for weights of 8 bits, tries no smoothing and
+        0, 0.05, ..., 1. It takes what has the least expected error on the rows of the calibration, summed over layers
+        with the same factors; of equals the first. The error takes what codes lose as noise whose square is that of the
+        scale, in inputs and in weights: the sum of squares of the largest magnitude of each row of inputs times that of
+        the weight, plus the same with the two exchanged.
     fold : bool
         Whether factors may be folded into norms.
     nonfinite : {"ignore", "propagate"}
@@ -218,7 +216,7 @@ class SmoothStatic(_Smooth):
 
 @dataclass(frozen=True, eq=False)
 class SmoothDynamic(_Smooth):
-    """Config of `quantize_`: `Dynamic`, after SmoothQuant's smoothing. It is made for weights of 4 bits.
+    """Config of `quantize_`: `Dynamic`, after SmoothQuant's smoothing.
 
     Factors are shared and folded as for `SmoothStatic`. Layers without factors, or behind a norm that took them over,
     become `DynamicLinear`, and are as fast as those of `Dynamic`. Others become `SmoothedLinear`, which `fuse_` and
@@ -227,18 +225,14 @@ class SmoothDynamic(_Smooth):
 
     Parameters
     ----------
-    calibration, fold, nonfinite, weights, group_size
+    calibration, alpha, fold, nonfinite, weights, group_size
         As in `SmoothStatic`; for `nonfinite`, see `Dynamic`.
-    alpha : float, "search" or None
-        As in `SmoothStatic`, but by default the search: a strength that is good for 8 bits may harm 4 bits.
 
     Raises
     ------
     InvalidProblem
         For an argument of the wrong type, or an incomplete calibration.
     """
-
-    alpha: float | Literal["search"] | None = "search"
 
 
 class _Smoothing:

@@ -132,7 +132,7 @@ def compare(
     if isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable):
         raise InvalidProblem("compare", "inputs", shown(inputs), "be a list of tensors of ids, or of mappings")
     found: list[PerToken] = []
-    with torch.no_grad(), _evaluating(model, reference):
+    with torch.no_grad(), evaluating(model, reference):
         layers = replacements(model, reference) if by_layer else {}
         costs: dict[str, list[float]] = {name: [] for name in layers}
         for given in inputs:
@@ -253,7 +253,7 @@ def logits_of(model: Any, who: str, given: object) -> Tensor:
 
 
 @contextmanager
-def _evaluating(*models: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put models into eval mode, and each of their modules back into its own."""
     was = {module: module.training for model in models for module in model.modules()}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ class Replacement(NamedTuple):
 
     layer: Int8Linear | Part
     original: nn.Module
-    input: Tensor | None
-    output: Tensor | None
+    input: Tensor | None = None
+    output: Tensor | None = None
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return what the original returns, by the int8 layer."""
@@ -67,17 +68,23 @@ def replacements(model: nn.Module, reference: nn.Module) -> dict[str, Replacemen
 def results_with(layers: Mapping[str, Replacement], call: Callable[[], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield what a call of the reference returns with one layer replaced, for each layer that it reaches."""
     for name, replacement in layers.items():
-        reached = list[str]()
-
-        def replaced(_: Any, args: Any, named: Any, __: Any, new: Any = replacement, reached: Any = reached) -> Tensor:
-            reached.append("")
-            found: Tensor = new(next(iter((*args, *named.values()))))
-            return found
-
-        handle = replacement.original.register_forward_hook(replaced, with_kwargs=True)
-        try:
+        with replaced(replacement) as calls:
             result = call()
-        finally:
-            handle.remove()
-        if reached:
+        if calls:
             yield name, result
+
+
+@contextmanager
+def replaced(replacement: Replacement) -> Iterator[list[None]]:
+    """Let a layer run in the place of the original in a block; yield a list with an element for each call."""
+    calls = list[None]()
+
+    def instead(_: Any, args: Any, named: Any, __: Any) -> Tensor:
+        calls.append(None)
+        return replacement(next(iter((*args, *named.values()))))
+
+    handle = replacement.original.register_forward_hook(instead, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()

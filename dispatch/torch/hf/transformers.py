@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import one_line, shown
+from skuda.registry.value import expect
 
 try:
     from transformers.modeling_utils import PreTrainedModel
@@ -42,6 +43,7 @@ except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
 import skuda.torch.attention  # noqa: F401  it registers an attention
+from skuda.torch.convert.budget import Budget
 from skuda.torch.convert.calibration import calibrate
 from skuda.torch.convert.dequantize import dequantize_
 from skuda.torch.convert.quantize import Dynamic, Report, quantize_, report_of_loaded
@@ -98,6 +100,8 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         Batches of tokens of shape (B, T), or arguments of the model. The model of floats runs on them after loading, on
         the device where it was loaded, and `Dynamic` gets the calibration, with up to 16,384 inputs of each layer. It
         is not saved with the model.
+    budget : Budget, optional
+        As in `quantize_`.
 
     Raises
     ------
@@ -119,7 +123,9 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         round_scales: bool = False,
         scheme: Scheme | None = None,
         calibration: Sequence[Tensor | Mapping[str, Any]] | None = None,
+        budget: Budget | None = None,
     ) -> None:
+        expect("SkudaConfig", "budget", budget, Budget | None, "be a Budget, or None")
         if calibration is not None and (not isinstance(calibration, list | tuple) or not calibration):
             rule = "be a list of tensors of tokens, or of mappings of arguments"
             raise InvalidProblem("SkudaConfig", "calibration", shown(calibration), rule)
@@ -142,9 +148,9 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.ignore = None if ignore is None else tuple(ignore)
         self.weights, self.group_size, self.symmetric = weights, group_size, symmetric
         self.exact, self.round_scales = exact, round_scales
-        self.scheme, self.calibration = scheme, calibration
+        self.scheme, self.calibration, self.budget = scheme, calibration, budget
         _ = self.dynamic
-        if scheme is not None and (self._given() or calibration):
+        if scheme is not None and (self._given() or calibration or budget):
             raise InvalidProblem("SkudaConfig", "scheme", "a scheme beside other arguments", "be the only argument")
 
     @property
@@ -187,7 +193,8 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return what transformers gives to the config of a checkpoint. `check_checkpoint` then checks it."""
         asked = {} if self.scheme is None else {"asked": self.scheme}
-        return self._given() | {"round_scales": self.round_scales, "calibration": self.calibration} | asked
+        held = {"round_scales": self.round_scales, "calibration": self.calibration, "budget": self.budget}
+        return self._given() | held | asked
 
     def check_checkpoint(self) -> None:
         """Raise `InvalidProblem` for an option that a checkpoint which is quantized already cannot take."""
@@ -198,7 +205,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
             rule = "be that of the checkpoint's own config, or be left out"
             raise InvalidProblem("from_pretrained", "scheme", "another scheme", rule)
         held = " and ".join(sorted({group.stored.name for group in self.scheme.groups}))
-        for name in (*_OF_FLOATS, "calibration"):
+        for name in (*_OF_FLOATS, "calibration", "budget"):
             value = getattr(self, name)
             if value is not None and (name != "weights" or value != held):
                 rule = f"be left out: the checkpoint is quantized already, with weights of {held}, as its config says"
@@ -390,7 +397,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             ignore = tuple(name for name, module in model.named_modules() if module is logits)
         chosen = partial(_chosen, tuple(ignore))
         dynamic = config.dynamic if config.calibration is None else _calibrated(model, config, chosen)
-        self.report = quantize_(model, dynamic, chosen)
+        self.report = quantize_(model, dynamic, chosen, budget=config.budget)
         if not self.report.converted:
             rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
             had = one_line(f"{type(model).__name__}, {self.report}", 200)

@@ -59,8 +59,12 @@ def run(checkpoint, tmp_path, capsys):
 
 def test_a_calibration_gives_each_way_a_second_row(run, checkpoint):
     _, text = checkpoint
-    record, out = run("--quantize", "{}", "--quantize", INT4, "--calibration", str(text), "--windows", "8")
+    planned = f'{INT4[:-1]}, "budget": 12}}'
+    ways = [word for each in ("{}", INT4, planned) for word in ("--quantize", each)]
+    record, out = run(*ways, "--calibration", str(text), "--windows", "8")
     names = [row["model"] for row in record["rows"]]
+    assert names[5:] == ["weights int4, group_size 32, budget 12, calibrated"]
+    assert record["rows"][4]["bytes"] < record["rows"][5]["bytes"] < record["rows"][0]["bytes"]
     assert names[1:3] == ["weights int8", "weights int8, calibrated"]
     assert names[4] in out
     plain, calibrated = (record["rows"][at]["divergence"] for at in (3, 4))
@@ -180,6 +184,7 @@ def test_an_engine_gives_a_lower_bound_and_says_so(run, monkeypatch, checkpoint)
         ({"reference": "gone"}, "--reference must be the folder of a checkpoint"),
         ({"reference": "x", "calibration": ["x"]}, "--calibration must stand beside"),
         ({"quantize": ["{}"], "calibration": ["x"], "engine": "vllm"}, "--calibration must stand beside"),
+        ({"quantize": ['{"weights": "int4", "budget": 5}']}, "--calibration must be given"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, says, checkpoint, tmp_path):
