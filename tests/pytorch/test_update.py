@@ -78,19 +78,18 @@ def test_a_folded_model_gets_the_codes_of_one_that_is_folded_alike(weights):
     folded = copy.deepcopy(floats)
     folding = fold_(folded, calibration)
     config = Dynamic(weights=weights, calibration=folding.calibration)
+    given = [config] if weights == "int4" else []
     served, trained = copy.deepcopy(folded), copy.deepcopy(folded)
     quantize_(served, config)
     quantize_(trained, Mixed(), None if weights == "int8" else lambda *_: False)
     want = copy.deepcopy(served.state_dict())
     for tensor in served.state_dict().values():
         tensor.zero_()
-    for other, given, rule in (
-        (floats, config, "trained must be folded as the served one"),
-        (trained, Dynamic(weights="int4", calibration=calibration), "calibration must be that of the folded model"),
-    ):
-        with pytest.raises(InvalidProblem, match=rule):
-            update_(served, other, given if given.weights == "int4" else None)
-    update_(served, trained, config if weights == "int4" else None)
+    with pytest.raises(InvalidProblem, match="trained must be folded as the served one"):
+        update_(served, floats, *given)
+    with pytest.raises(InvalidProblem, match="calibration must be that of the folded model"):
+        update_(served, trained, Dynamic(weights="int4", calibration=calibration))
+    update_(served, trained, *given)
     assert all(same(tensor, want[name]) for name, tensor in served.state_dict().items())
 
 

@@ -287,18 +287,14 @@ def test_an_adapter_of_a_model_that_is_folded_otherwise_is_refused(config_of, tm
     for name in ("__init__", "_load_adapter"):
         monkeypatch.setattr(WorkerLoRAManager, name, getattr(WorkerLoRAManager, name))
     check_loading()
-    model = config_of(described())
     limits = SimpleNamespace(max_num_seqs=1, max_num_batched_tokens=8)
-    whole = SimpleNamespace(model_config=model, lora_config=LoRAConfig(), scheduler_config=limits)
+    whole = SimpleNamespace(model_config=config_of(described()), lora_config=LoRAConfig(), scheduler_config=limits)
     manager = LRUCacheWorkerLoRAManager(whole, "cpu", {})
-    for digest, fits in (("", not folded), ("ab12", bool(folded)), ("cd34", False)):
+    for digest in ("", "ab12", "cd34"):
         (tmp_path / "adapter_config.json").write_text(json.dumps({FOLDED: digest, "base_model_name_or_path": "base"}))
-        refused = (
-            (AttributeError, "_adapter_manager")
-            if fits
-            else (InvalidProblem, "adapter must .* had mine, trained on 'base'")
-        )
-        with pytest.raises(refused[0], match=refused[1]):
+        # The manager of this test has no model, so vLLM's own method fails after the check.
+        error, says = (AttributeError, "_adapter_manager") if digest == folded else (InvalidProblem, "mine, trained on")
+        with pytest.raises(error, match=says):
             manager._load_adapter(LoRARequest("mine", 1, str(tmp_path)))
 
 

@@ -68,7 +68,8 @@ def fold_(
 
     A norm takes over the factors of the layers behind it, if nothing else uses its output, as `calibrate` has seen. In
     a gated MLP, the layer beside the gate takes over those of the layer behind the product, if the source of the MLP's
-    ``forward`` proves it. Quantize the model afterwards, with `Dynamic` and the calibration that is returned.
+    ``forward`` proves it. Quantize the model afterwards, with `Dynamic` and the calibration that is returned. The model
+    records its factors, and the config that transformers saves with it says that it is folded.
 
     Parameters
     ----------
