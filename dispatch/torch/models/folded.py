@@ -69,14 +69,15 @@ def describe(model: nn.Module, loaded: str | None = None) -> str:
     With `loaded`, its tensors are now those of a checkpoint with this digest.
     """
     if loaded is not None:
-        vars(model)[FOLDED] = loaded
         for module in model.modules():
             vars(module).pop(_FACTORS, None)
+            vars(module).pop(FOLDED, None)
+        vars(model)[FOLDED] = loaded
     digest, before = folding_of(model), loaded_as(model)
-    for config in (each.config for each in model.modules() if is_of_transformers(each)):
-        if digest or hasattr(config, FOLDED):
-            setattr(config, FOLDED, _Here(digest))
-            vars(model).setdefault(FOLDED, before)
+    for module in filter(is_of_transformers, model.modules()):
+        if digest or hasattr(module.config, FOLDED):
+            setattr(module.config, FOLDED, _Here(digest))
+            vars(module).setdefault(FOLDED, before)
     return digest
 
 
