@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from skuda.dispatch.system.interrupts import held_back
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.formats import INT8, quantizer
+from skuda.torch.formats import INT8, Quantizer, quantizer
 from skuda.torch.hf.scheme import ActivationScheme, Scheme
 from skuda.vllm.status import NAME
 
@@ -55,6 +56,8 @@ class SkudaVllmConfig(QuantizationConfig):
         `skuda.vllm.exact`.
     weights, group_size
         The format of the weights of linear layers, as in `skuda.torch.Dynamic`.
+    formats : mapping of str to Quantizer, optional
+        Those of the layers of a checkpoint that has several, by name.
 
     Raises
     ------
@@ -71,6 +74,7 @@ class SkudaVllmConfig(QuantizationConfig):
         exact: bool = False,
         weights: str = "int8",
         group_size: int = 128,
+        formats: Mapping[str, Quantizer] = MappingProxyType({}),
     ) -> None:
         # It is not imported with the plug-in: vLLM imports it where it is ready to.
         from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -78,8 +82,8 @@ class SkudaVllmConfig(QuantizationConfig):
         )
 
         super().__init__()
-        self.quantize = quantizer("quantization_config", weights, group_size)
-        self._saved = described is not None and self.quantize.format != INT8
+        self.quantize, self.formats = quantizer("quantization_config", weights, group_size), dict(formats)
+        self._saved = bool(formats) or (described is not None and self.quantize.format != INT8)
         if described is None:
             described = _coded(("Linear",), ("lm_head", *ignore))
         _check(described)
@@ -129,8 +133,11 @@ class SkudaVllmConfig(QuantizationConfig):
         if config.get("quant_method") != NAME:
             return cls(others, **switches)
         if "config_groups" in config:
-            described, weights, size = _of_skuda(others)
-            return cls(described, **switches, weights=weights, group_size=size)
+            described, formats = _of_skuda(others)
+            if len({*formats.values()}) > 1:
+                return cls(described, **switches, formats=formats)
+            one = next(iter(formats.values()))
+            return cls(described, **switches, weights=one.format.name, group_size=one.group_size)
         options = {name: others.pop(name) for name in ("weights", "group_size") if name in others}
         for field in others.keys() - {"quant_method", "ignore"}:
             known = "ignore, weights, group_size, head and exact"
@@ -152,6 +159,7 @@ class SkudaVllmConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Turn names of layers into those of vLLM's model."""
         self.checkpoint.apply_vllm_mapper(hf_to_vllm_mapper)
+        self.formats = hf_to_vllm_mapper.apply_dict(self.formats)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return what serves a layer. None means that it stays as it is.
@@ -177,7 +185,7 @@ class SkudaVllmConfig(QuantizationConfig):
                 self._check_exact(layer, prefix)
                 return UnquantizedLinearMethod()
             layer.scheme = scheme
-            return SkudaLinearMethod(checkpoint, self.quantize)
+            return SkudaLinearMethod(checkpoint, self._quantizer(prefix))
         if isinstance(layer, RoutedExperts):
             self._check_exact(layer, prefix)
             self._check_experts(layer, prefix)
@@ -188,6 +196,19 @@ class SkudaVllmConfig(QuantizationConfig):
             check_untied()
             return SkudaHeadMethod() if isinstance(layer, ParallelLMHead) else None
         return None
+
+    def _quantizer(self, prefix: str) -> Quantizer:
+        """Return what quantizes a layer's weight, and so its format."""
+        if not self.formats:
+            return self.quantize
+        inside, _, last = prefix.rpartition(".")
+        names = [f"{inside}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
+        found = {self.formats.get(name) for name in names}
+        one = found.pop()
+        if found or one is None:
+            rule = f"be one of the checkpoint's layers, or several with weights of one format: vLLM joins {names}"
+            _refuse("config_groups", prefix, rule)
+        return one
 
     def _quantizes(self, layer: nn.Module, prefix: str) -> bool:
         """Whether the checkpoint has codes for an embedding or a head."""
@@ -236,18 +257,23 @@ def _coded(targets: tuple[str, ...], ignore: tuple[str, ...]) -> dict[str, Any]:
     return {"quant_method": CHECKPOINT, "format": "int-quantized", "ignore": list(ignore), "config_groups": groups}
 
 
-def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], str, int]:
-    """Return the description of one of skuda's own checkpoints, the format of its weights, and the size of groups."""
+def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Quantizer]]:
+    """Return the description of one of skuda's own checkpoints, and the formats of weights by target."""
     scheme = Scheme.parse("quantization_config", config)
-    targets = tuple(target for group in scheme.groups for target in group.targets)
-    forms = {(group.stored.name, group.stored.group_size or 128) for group in scheme.groups}
-    dynamic = all(group.stored.own and group.activation is ActivationScheme.DYNAMIC for group in scheme.groups)
-    if len(forms) != 1 or "Conv1D" in targets or not dynamic:
-        rule = (
-            "have linear layers with packed 4-bit weights in one group size and dynamic activations: vLLM has no others"
-        )
-        _refuse("config_groups", config["config_groups"], rule)
-    return _coded(targets, scheme.ignore), *forms.pop()
+    formats = {
+        target: quantizer("quantization_config", group.stored.name, group.stored.group_size or 128)
+        for group in scheme.groups
+        for target in group.targets
+    }
+    several = len(scheme.groups) > 1
+    dynamic = all(
+        group.activation is ActivationScheme.DYNAMIC and (group.stored.own or (several and not group.stored.converts))
+        for group in scheme.groups
+    )
+    if "Conv1D" in formats or not dynamic or (several and any(target.startswith("re:") for target in formats)):
+        rule = "have linear layers with packed 4-bit weights and dynamic activations, or several groups of named layers"
+        _refuse("config_groups", config["config_groups"], f"{rule}: vLLM has no others")
+    return _coded(tuple(formats), scheme.ignore), formats
 
 
 def _check(config: Mapping[str, Any]) -> None:

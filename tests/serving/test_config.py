@@ -207,12 +207,11 @@ def own(*groups, activation=ActivationScheme.DYNAMIC):
     [
         own((("Linear",), None)),
         own((("Conv1D",), 64)),
-        own((("a",), 64), (("b",), 32)),
-        own((("a",), 64), (("b",), None)),
+        own((("re:a",), 64), (("b",), 32)),
         own((("Linear",), 64), activation=ActivationScheme.STATIC),
     ],
 )
-def test_checkpoints_of_skuda_without_packed_weights_of_one_form_are_refused(config_of, scheme):
+def test_other_checkpoints_of_skuda_are_refused(config_of, scheme):
     with pytest.raises(InvalidProblem, match="packed"):
         quantized(config_of(scheme.fields()))
 

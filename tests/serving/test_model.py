@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -18,6 +19,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm_layers import default_dtype, described, memory, ready, reloading
 
 import skuda.torch
+from skuda.registry import InvalidProblem
 from skuda.torch.formats.int4 import StoredPacked
 from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.hf.scheme import ActivationScheme, Scheme, SchemeGroup
@@ -46,7 +48,6 @@ LINEAR |= {"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": 
 def model(served, tmp_path, monkeypatch):
     """Return a function that makes a Llama of two layers without weights, by default for a checkpoint with codes."""
     monkeypatch.setattr(Attention, "forward", lambda self, query, key, value: query)  # the real one needs a GPU
-    number = iter(range(9))
 
     def new(quantization=None, form=coded, **overrides):
         codes = form if isinstance(form, dict) else {coded: described(), packed: OWN.fields(), four: FOUR}.get(form)
@@ -57,7 +58,7 @@ def model(served, tmp_path, monkeypatch):
         whole = VllmConfig(model_config=of_model)
         whole.compilation_config.mode = 0
         with set_current_vllm_config(whole), default_dtype(torch.bfloat16):
-            return LlamaForCausalLM(vllm_config=whole, prefix=f"model{next(number)}")
+            return LlamaForCausalLM(vllm_config=whole, prefix="")
 
     return new
 
@@ -153,20 +154,32 @@ def test_a_floating_checkpoint_is_quantized_while_it_is_loaded(model):
         assert torch.equal(held["lm_head.weight"][:128], weights["lm_head.weight"])
 
 
-@pytest.mark.parametrize("save", ["save_pretrained", "save"])
-def test_a_checkpoint_of_skuda_has_the_bits_that_its_writer_has(model, tmp_path, save):
-    rng = fresh(save)
+@pytest.mark.parametrize(
+    ("save", "eight"), [("save_pretrained", ""), ("save", ""), ("save", "o|gate|up"), ("save", "q")]
+)
+def test_a_checkpoint_of_skuda_has_the_bits_that_its_writer_has(model, tmp_path, save, eight):
+    """Layers may have weights of two formats, but not those that vLLM joins."""
+    rng = fresh(save, eight)
     writer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).bfloat16()
     weights = {name: torch.from_numpy(rng.standard_normal(w.shape) / 8) for name, w in writer.state_dict().items()}
     writer.load_state_dict(weights)
     rule = skuda.torch.Dynamic(weights="int4", group_size=GROUP)
+    if eight:
+        skuda.torch.quantize_(
+            writer, skuda.torch.Dynamic(), lambda _, name: re.search(rf"\.({eight})_", name) is not None
+        )
     skuda.torch.quantize_(writer, rule, lambda _, name: name != "lm_head")
     folder = tmp_path / "written"
     if save == "save":
         skuda.torch.save(writer, folder)
     else:
         writer.save_pretrained(folder)
-    given = model(None, json.loads((folder / "config.json").read_text())["quantization_config"])
+    described = json.loads((folder / "config.json").read_text())["quantization_config"]
+    if eight == "q":
+        with pytest.raises(InvalidProblem, match="vLLM joins"):
+            model(None, described)
+        return
+    given = model(None, described)
     given.load_weights(load_file(folder / "model.safetensors").items())
     processed(given)
     layers, own = dict(given.named_modules()), dict(writer.named_modules())
