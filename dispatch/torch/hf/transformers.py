@@ -391,20 +391,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             self._finish(model)
             return model
         _check_one_device(getattr(model, "hf_device_map", None))
-        config, ignore = self.quantization_config, self.quantization_config.ignore
-        if ignore is None:
-            logits = None if config.exact else model.get_output_embeddings()
-            ignore = tuple(name for name, module in model.named_modules() if module is logits)
-        chosen = partial(_chosen, tuple(ignore))
-        dynamic = config.dynamic if config.calibration is None else _calibrated(model, config, chosen)
-        self.report = quantize_(model, dynamic, chosen, budget=config.budget)
-        if not self.report.converted:
-            rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
-            had = one_line(f"{type(model).__name__}, {self.report}", 200)
-            raise InvalidProblem("from_pretrained", "model", had, rule)
-        warn_per_row(self.report.per_row, stacklevel=3)
-        if config.exact:
-            exact_(model)
+        self.report = quantize_as(model, self.quantization_config)
         self._describe(model, scheme_of(model))
         return model
 
@@ -475,6 +462,25 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                 import_module("accelerate.hooks").add_hook_to_module(layer, held._hf_hook)  # noqa: SLF001  its only name
         self._unread = {}
         warn_rounded(rounded, stacklevel=2)
+
+
+def quantize_as(model: Any, config: SkudaConfig) -> Report:
+    """Quantize a model of floats of transformers, in place, as `from_pretrained` does with a config."""
+    ignore = config.ignore
+    if ignore is None:
+        logits = None if config.exact else model.get_output_embeddings()
+        ignore = tuple(name for name, module in model.named_modules() if module is logits)
+    chosen = partial(_chosen, tuple(ignore))
+    dynamic = config.dynamic if config.calibration is None else _calibrated(model, config, chosen)
+    report = quantize_(model, dynamic, chosen, budget=config.budget)
+    if not report.converted:
+        rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
+        had = one_line(f"{type(model).__name__}, {report}", 200)
+        raise InvalidProblem("from_pretrained", "model", had, rule)
+    warn_per_row(report.per_row, stacklevel=4)
+    if config.exact:
+        exact_(model)
+    return report
 
 
 def _chosen(ignore: tuple[str, ...], module: nn.Module, name: str) -> bool:
