@@ -15,6 +15,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.serving import tokens
 from skuda.serving.preparation import want
+from skuda.vllm.adapters import check_loading
 from skuda.vllm.attention import CACHE_DTYPE
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import logger
@@ -22,7 +23,7 @@ from skuda.vllm.warming import attend
 
 
 def register() -> None:
-    """Let every worker of vLLM that begins after this prepare its kernels, and have the sampler if its config asks."""
+    """Let every worker of vLLM that begins after this prepare its kernels, and have what its config asks for."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     original: Any = WorkerWrapperBase.init_device
@@ -32,6 +33,8 @@ def register() -> None:
     @wraps(original)
     def init_device(wrapper: Any, *given: Any, **named: Any) -> Any:
         found = original(wrapper, *given, **named)
+        if getattr(wrapper.worker.vllm_config, "lora_config", None) is not None:
+            check_loading()
         attend(wrapper.worker)
         serve(wrapper.worker)
         return found

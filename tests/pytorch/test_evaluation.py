@@ -23,11 +23,13 @@ from skuda.torch import (
     SmoothStatic,
     calibrate,
     compare,
+    fold_,
     fuse_,
     quantize_,
 )
 from skuda.torch.evaluation import comparison
 from skuda.torch.evaluation.likeliest import likeliest
+from skuda.torch.hf.checkpoint import load_, save
 from skuda.torch.linear.joined import Part
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -168,19 +170,28 @@ def test_factors_that_a_norm_took_over_divide_the_input(config, fold):
     assert 0 < max(found.layers.values()) < found.divergence * 10
 
 
-@pytest.mark.parametrize("name", ["down_proj", "up_proj"])
-def test_factors_that_nobody_knows_are_refused_by_name(name):
-    rng = fresh("unknown", name)
-    reference = floats(rng)
-    changed = copy.deepcopy(reference)
-    mlp, factors = changed.model.layers[1].mlp, torch.exp(torch.randn(64))
-    mlp.up_proj.weight.data /= factors[:, None]
-    mlp.down_proj.weight.data *= factors
-    model = int8(changed, filter_fn=lambda _, each: each.endswith(f"1.mlp.{name}"))
-    with pytest.raises(
-        InvalidProblem, match=rf"model\.layers\.1\.mlp\.{name} must be multiplied by factors that a norm"
-    ):
-        compare(model, reference, [ids_of(rng, 1, 9)], by_layer=True)
+def test_recorded_factors_cost_nothing_and_unknown_ones_are_refused(tmp_path):
+    """Powers of two: each layer gives the bits that it gives in the folded reference."""
+    rng = fresh("recorded")
+    reference, ids = floats(rng), [ids_of(rng, 2, 30)]
+    folded = copy.deepcopy(reference)
+    with calibrate(folded) as calibration:
+        folded(ids[0])
+    report = fold_(folded, calibration)
+    assert any(name.endswith("up_proj") for name in report.folded)
+    model = int8(folded)
+    save(model, tmp_path)
+    fuse_(model)
+    model = copy.deepcopy(model)
+    found = compare(model, folded, ids, by_layer=True)
+    assert compare(model, reference, ids, by_layer=True) == found
+    assert max(found.layers.values()) > 0
+    again = copy.deepcopy(reference)
+    load_(again, tmp_path)
+    assert compare(again, folded, ids, by_layer=True).layers.keys() == found.layers.keys()
+    for one, other in ((again, reference), (int8(reference), folded)):
+        with pytest.raises(InvalidProblem, match="reference must be folded as the model is"):
+            compare(one, other, ids, by_layer=True)
 
 
 def test_models_are_left_as_they_were_also_by_an_error():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from tensors import calibrated, same
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import Dynamic, DynamicLinear, SmoothStatic, dequantize_, fuse_, quantize_
+from skuda.torch import Dynamic, DynamicLinear, SmoothStatic, dequantize_, fold_, fuse_, quantize_
+from skuda.torch.models.folded import FOLDED
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("skuda.torch.hf.peft")
@@ -141,14 +145,43 @@ def test_a_merge_that_is_not_finite_changes_nothing():
     assert all(same(layer.base_layer.state_dict()[name], tensor) for name, tensor in before.items())
 
 
-def test_adapters_are_saved_and_loaded(tmp_path):
+@pytest.mark.parametrize("way", ["peft", "transformers"])
+def test_an_adapter_fits_models_that_are_folded_as_its_base(way, tmp_path):
+    """Its file says how the base was folded or, if skuda did not write it, names a base whose file says so."""
+    rng = fresh(way)
+    ids, folder = drawn_ids(rng), {name: tmp_path / name for name in ("floats", "int8", "plain", "here", "loaded")}
+    llama(rng).save_pretrained(folder["floats"])
+    original = transformers.LlamaForCausalLM.from_pretrained(folder["floats"])
+    model = copy.deepcopy(original)
+    quantize_(model, Dynamic(calibration=calibrated(model, ids)), lambda _, name: "lm_head" not in name)
+    model.save_pretrained(folder["int8"])
+    bases = {"plain": original, "here": model, "loaded": type(model).from_pretrained(folder["int8"])}
+    want = {}
+    for name, base in bases.items():
+        trained = randomize(with_lora(copy.deepcopy(base)), rng)
+        trained.save_pretrained(folder[name])
+        want[name] = logits(trained, ids)
+    file = folder["loaded"] / "adapter_config.json"
+    file.write_text(re.sub(f'"{FOLDED}": ".{{16}}",', "", file.read_text()))
+    for (of, base), name in itertools.product(bases.items(), bases):
+        made = copy.deepcopy(base)
+        load = made.load_adapter if way == "transformers" else partial(peft.PeftModel.from_pretrained, made)
+        if (name == "plain") is (of == "plain"):
+            load(str(folder[name]))
+            assert same(logits(made, ids), want[name])
+        else:
+            with pytest.raises(InvalidProblem, match=f"adapter must be trained on .* had {folder[name]}, trained on"):
+                load(str(folder[name]))
+
+
+def test_layers_with_adapters_are_not_folded():
     rng = fresh()
-    model, ids = quantized(llama(rng)), drawn_ids(rng)
-    base = copy.deepcopy(model)
-    trained = randomize(with_lora(model), rng)
-    trained.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(base, tmp_path)
-    assert same(logits(again, ids), logits(trained, ids))
+    model, ids = randomize(with_lora(llama(rng), target_modules=["q_proj"]), rng), drawn_ids(rng)
+    want = logits(model, ids)
+    folding = fold_(model, calibrated(model, ids))
+    assert len(folding.folded) == 4  # gate and up, and down, of two layers
+    assert "it is an adapter" in folding.not_folded["base_model.model.model.layers.0.input_layernorm"]
+    assert same(logits(model, ids), want)
 
 
 def test_dequantized_layers_keep_their_adapters_and_stay_frozen():

@@ -6,11 +6,11 @@ import decoders
 import pytest
 import torch
 from support import fresh
-from tensors import same
+from tensors import calibrated, same
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import Dynamic, FakeQuant, Mixed, fuse_, quantize_
+from skuda.torch import Dynamic, FakeQuant, Mixed, fold_, fuse_, quantize_
 from skuda.torch.convert.update import update_
 from skuda.torch.exact.exact import exact_
 
@@ -68,6 +68,29 @@ def test_served_weights_of_4_bits_become_those_of_the_quantizer(how, trained_as)
         assert tensor.data_ptr() == before[name][0]
         assert same(tensor, want[name])
         assert not torch.equal(tensor, before[name][1])
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_folded_model_gets_the_codes_of_one_that_is_folded_alike(weights):
+    rng = fresh(weights)
+    floats = decoders.small("Qwen2", rng)
+    calibration = calibrated(floats, torch.from_numpy(rng.integers(1, 64, (4, 32))))
+    folded = copy.deepcopy(floats)
+    folding = fold_(folded, calibration)
+    config = Dynamic(weights=weights, calibration=folding.calibration)
+    given = [config] if weights == "int4" else []
+    served, trained = copy.deepcopy(folded), copy.deepcopy(folded)
+    quantize_(served, config)
+    quantize_(trained, Mixed(), None if weights == "int8" else lambda *_: False)
+    want = copy.deepcopy(served.state_dict())
+    for tensor in served.state_dict().values():
+        tensor.zero_()
+    with pytest.raises(InvalidProblem, match="trained must be folded as the served one"):
+        update_(served, floats, *given)
+    with pytest.raises(InvalidProblem, match="calibration must be that of the folded model"):
+        update_(served, trained, Dynamic(weights="int4", calibration=calibration))
+    update_(served, trained, *given)
+    assert all(same(tensor, want[name]) for name, tensor in served.state_dict().items())
 
 
 BAD = {

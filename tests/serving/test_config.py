@@ -14,6 +14,8 @@ from support import fresh
 from torch import distributed, nn
 from vllm.config import LoadConfig, LoRAConfig, ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -32,6 +34,8 @@ from skuda.torch.formats import INT8, Int4
 from skuda.torch.formats.int4 import StoredPacked
 from skuda.torch.formats.int8 import StoredInt8
 from skuda.torch.hf.scheme import ActivationScheme, Scheme, SchemeGroup
+from skuda.torch.models.folded import FOLDED
+from skuda.vllm.adapters import check_loading
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 from skuda.vllm.linear_method import SkudaLinearMethod
@@ -274,6 +278,23 @@ def test_what_ranks_cannot_make_whole_is_refused_by_name(two, monkeypatch):
     made("column", torch.bfloat16, SkudaVllmConfig())
     with pytest.raises(InvalidProblem, match="enable_lora"):
         made("row", torch.bfloat16, SkudaVllmConfig())
+
+
+@pytest.mark.parametrize("folded", ["", "ab12"])
+def test_an_adapter_of_a_model_that_is_folded_otherwise_is_refused(config_of, tmp_path, monkeypatch, folded):
+    monkeypatch.setitem(LLAMA, FOLDED, folded)
+    for name in ("__init__", "_load_adapter"):
+        monkeypatch.setattr(WorkerLoRAManager, name, getattr(WorkerLoRAManager, name))
+    check_loading()
+    limits = SimpleNamespace(max_num_seqs=1, max_num_batched_tokens=8)
+    whole = SimpleNamespace(model_config=config_of(described()), lora_config=LoRAConfig(), scheduler_config=limits)
+    manager = LRUCacheWorkerLoRAManager(whole, "cpu", {})
+    for digest in ("", "ab12", "cd34"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({FOLDED: digest, "base_model_name_or_path": "base"}))
+        # The manager of this test has no model, so vLLM's own method fails after the check.
+        error, says = (AttributeError, "_adapter_manager") if digest == folded else (InvalidProblem, "mine, trained on")
+        with pytest.raises(error, match=says):
+            manager._load_adapter(LoRARequest("mine", 1, str(tmp_path)))
 
 
 def test_packed_weights_are_cut_at_rows_and_elements_that_fit_or_refused(two, monkeypatch):

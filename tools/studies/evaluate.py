@@ -155,11 +155,12 @@ class _Work:
         """Return the row of the reference, and one for each way to quantize the model, or for the model itself."""
         from skuda.torch.evaluation.comparison import compare, summary
         from skuda.torch.evaluation.likeliest import likeliest
+        from skuda.torch.hf.transformers import quantize_as
 
         self._check_floats("--reference", self.reference)
         if configs != [None]:
             self._check_floats("MODEL", self.model)
-        loading = [] if by_vllm else [_loading(config, seen) for config in configs]  # unknown options are refused now
+        described = [] if by_vllm else [_described(config, seen) for config in configs]  # it refuses unknown options
         served = [self._served(windows, config) for config in configs] if by_vllm else []
         reference = self._loaded("AutoModelForCausalLM", self.reference, dtype="float32")
         rows = [{"model": f"{Path(self.reference).name}, f32", "bytes": _bytes(reference)}]
@@ -175,8 +176,9 @@ class _Work:
                 size, pairs = None, zip(windows, served[at], strict=True)
                 found = summary([likeliest(reference, ids[0], places) for ids, places in pairs])
             else:
-                how = loading[at] if calibrated else _loading(config)
-                model = self._loaded("AutoModelForCausalLM", self.model, **how)
+                model = self._loaded("AutoModelForCausalLM", self.model, dtype="auto" if config is None else "float32")
+                if config is not None:
+                    quantize_as(model, described[at] if calibrated else _described(config))
                 size, found = _bytes(model), compare(model, reference, windows, by_layer=by_layer)
                 del model
             rows[0]["perplexity"] = found.reference_perplexity
@@ -219,8 +221,8 @@ class _Work:
         ]
 
 
-def _loading(config: Mapping[str, Any] | None, calibration: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return how transformers loads a model that is quantized so, or as it is."""
+def _described(config: Mapping[str, Any] | None, calibration: Sequence[Any] = ()) -> Any:
+    """Return how a model is quantized."""
     from skuda.torch.convert.budget import Budget
     from skuda.torch.hf.transformers import SkudaConfig
 
@@ -229,7 +231,7 @@ def _loading(config: Mapping[str, Any] | None, calibration: Sequence[Any] = ()) 
     described = SkudaConfig.from_dict(options)
     described.calibration = calibration or None
     described.budget = None if bits is None else Budget(bits, [*calibration[:4]])
-    return {"dtype": "auto"} if config is None else {"dtype": "float32", "quantization_config": described}
+    return described
 
 
 def _bytes(model: Any) -> int:

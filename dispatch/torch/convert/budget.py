@@ -229,7 +229,7 @@ def _cost(
     total, count = 0.0, 0
     with ExitStack() as stack:
         for name, layer in new.items():
-            stack.enter_context(replaced(Replacement(layer, layers[name], None)))
+            stack.enter_context(replaced(Replacement(layer, layers[name])))
         for given, logits, places in runs:
             found = compared(logits_of(model, "model", given), logits, places).divergence
             total, count = total + float(found.sum()), count + len(found)

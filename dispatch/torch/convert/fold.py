@@ -21,6 +21,7 @@ from skuda.registry.value import expect, expect_real
 from skuda.torch.convert.calibration import Calibration, check_calibration
 from skuda.torch.convert.smoothing import column_maxima, largest, not_proportional
 from skuda.torch.fuse.fuse import gated_form
+from skuda.torch.models.folded import record
 from skuda.torch.models.replaceable_layers import (
     ReplacementChecks,
     as_linear,
@@ -67,7 +68,8 @@ def fold_(
 
     A norm takes over the factors of the layers behind it, if nothing else uses its output, as `calibrate` has seen. In
     a gated MLP, the layer beside the gate takes over those of the layer behind the product, if the source of the MLP's
-    ``forward`` proves it. Quantize the model afterwards, with `Dynamic` and the calibration that is returned.
+    ``forward`` proves it. Quantize the model afterwards, with `Dynamic` and the calibration that is returned. The model
+    records its factors, and the config that transformers saves with it says that it is folded.
 
     Parameters
     ----------
@@ -116,6 +118,7 @@ def fold_(
             not_folded[source] = reason
         else:
             folded[source], taken[source] = names, found
+    record(model, folded, taken)
     return Folding(folded, not_folded, taken, _after(calibration, folded, taken))
 
 

@@ -114,9 +114,9 @@ class Dynamic:
         """What quantizes weights."""
         return quantizer("Dynamic", self.weights, self.group_size, symmetric=self.symmetric)
 
-    def together(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> Dynamic | _Calibrated:  # noqa: ARG002  the protocol's
+    def together(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> Dynamic | Calibrated:  # noqa: ARG002  the protocol's
         """Return what converts the layers of a call of `quantize_`."""
-        return self if self.calibration is None else _Calibrated(self, model)
+        return self if self.calibration is None else Calibrated(self, model)
 
     def convert(self, name: str, linear: nn.Linear, moments: Moments | None = None) -> nn.Module:  # noqa: ARG002  the protocol's
         """Return the int8 form of a layer; errors as `WeightFormat.quantize`."""
@@ -131,7 +131,7 @@ class Dynamic:
         return propagating(made) if self.nonfinite == "propagate" else made
 
 
-class _Calibrated:
+class Calibrated:
     """`Dynamic` with a calibration, for one model."""
 
     def __init__(self, config: Dynamic, model: nn.Module) -> None:
@@ -148,9 +148,10 @@ class _Calibrated:
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """Return the int8 form of a layer."""
-        return self._config.convert(name, linear, self._of(name, linear) if self._wants else None)
+        return self._config.convert(name, linear, self.moments(name, linear) if self._wants else None)
 
-    def _of(self, name: str, linear: nn.Linear) -> Moments:
+    def moments(self, name: str, linear: nn.Linear) -> Moments:
+        """Return the moments of a layer's inputs."""
         rows, left = self._calibration.rows.get(name), self._calibration.left.get(name)
         if left is not None or rows is None:
             rule = "be of a run of the layer that kept rows"

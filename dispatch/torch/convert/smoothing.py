@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from skuda.torch.formats import INT8, Quantizer, quantizer
 from skuda.torch.formats.int8 import CODES
 from skuda.torch.linear.activation import Nonfinite, check_nonfinite
 from skuda.torch.linear.int8_linear import Int8Linear, StaticLinear, layer_of, propagating
+from skuda.torch.models.folded import record
 from skuda.torch.models.replaceable_layers import hooked
 
 ALPHAS = tuple(i / 20 for i in range(21))
@@ -287,6 +288,7 @@ class _Smoothing:
                     layer.take_smooth()
             else:
                 self.not_folded[norm] = "its dtype cannot hold the quotients"
+        record(model, folded, {norm: cast("Tensor", self._shared[names[0]]) for norm, names in folded.items()})
         return folded
 
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.convert.quantize import Dynamic
+from skuda.torch.convert.quantize import Calibrated, Dynamic
 from skuda.torch.formats import INT8, TO_INT8, Quantizer, WeightFormat
-from skuda.torch.linear.joined import int8_layers
+from skuda.torch.linear.int8_linear import Int8Linear
+from skuda.torch.linear.joined import Part, int8_layers
+from skuda.torch.models.folded import folding_of
 from skuda.torch.models.replaceable_layers import as_linear, check_model, is_conv1d, is_linear
 from skuda.torch.training.layers import FakeQuantLinear, MixedLinear
 
@@ -22,7 +24,8 @@ def update_(served: nn.Module, trained: nn.Module, config: Dynamic | None = None
 
     The served model keeps its memory, so captured graphs and compiled code stay valid. It then gives the bits of the
     trained one, if both are exact and the served weights have 8 bits. Weights of 4 bits are those that `int4_weight`
-    makes.
+    makes or, with a calibration in `config`, `calibrated_weight`. Both models must be folded by the same factors, or
+    neither.
 
     Parameters
     ----------
@@ -33,21 +36,27 @@ def update_(served: nn.Module, trained: nn.Module, config: Dynamic | None = None
         bits, the layer may also be in floating point.
     config : Dynamic, optional
         The config that made the served weights of 4 bits. By default they get groups of each layer's `group_size`, not
-        symmetric. So weights with a scale a row, or symmetric ones, need it to stay so.
+        symmetric. So weights with a scale a row, symmetric or calibrated ones need it to stay so. Its calibration must
+        be one of the folded model, as `fold_` returns it.
 
     Raises
     ------
     InvalidProblem
-        If the models have other tensors, or a weight is not finite, or `config` makes other weights. The served model
-        has not changed then.
+        If the models have other tensors or are folded otherwise, or a weight is not finite, or `config` makes other
+        weights. The served model has not changed then.
     """
     check_model("update_", served, None)
     check_model("update_", trained, None)
-    made = getattr(config, "quantizer", None)
-    if config is not None and (not isinstance(made, Quantizer) or made.format == INT8):
+    given_config: object = config
+    if config is not None and (not isinstance(given_config, Dynamic) or config.quantizer.format == INT8):
         raise InvalidProblem("update_", "config", shown(config), "be a Dynamic with weights='int4'")
-    quantizers = {name: _quantizer(layer.format, made) for name, layer in int8_layers(served)}
-    given, held = dict(_tensors(trained, quantizers)), served.state_dict(keep_vars=True)
+    if config and config.calibration and not config.calibration.folded:
+        rule = "be that of the folded model, which fold_ returns"
+        raise InvalidProblem("update_", "calibration", "one of a model that is not folded", rule)
+    if folding_of(served) != folding_of(trained):
+        rule = "be folded as the served one: fold_ it with the same calibration, or load a folded checkpoint into both"
+        raise InvalidProblem("update_", "trained", "a model that is folded otherwise, or not at all", rule)
+    given, held = dict(_tensors(trained, dict(int8_layers(served)), config)), served.state_dict(keep_vars=True)
     for name in given.keys() ^ held.keys():
         had = f"{'no ' if name in held else ''}{name}"
         raise InvalidProblem("update_", "trained", had, "be the same model, with layers of Mixed() or FakeQuant()")
@@ -58,29 +67,34 @@ def update_(served: nn.Module, trained: nn.Module, config: Dynamic | None = None
     served.load_state_dict(given)
 
 
-def _quantizer(held: WeightFormat, asked: Quantizer | None) -> Quantizer:
+def _quantizer(held: WeightFormat, config: Dynamic | None) -> Quantizer:
     """Return what quantizes the weight of a served layer."""
-    if asked is not None and type(asked.format) is type(held):
-        return asked
+    if config is not None and type(config.quantizer.format) is type(held):
+        return config.quantizer
     return Quantizer(held, held.group_size or 128)
 
 
-def _tensors(model: nn.Module, quantizers: Mapping[str, Quantizer]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    model: nn.Module, served: Mapping[str, Int8Linear | Part], config: Dynamic | None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the served model has, by name: codes and scales of layers in training."""
     weights = {}
     for name, layer in model.named_modules():
-        quantize = quantizers.get(name)
+        quantize = _quantizer(served[name].format, config) if name in served else None
         if isinstance(layer, MixedLinear) or (isinstance(layer, FakeQuantLinear) and not layer.learn_scale):
-            weights[f"{name}.weight"] = layer.weight, quantize or TO_INT8
+            weights[f"{name}.weight"] = name, layer, quantize or TO_INT8
         elif quantize and quantize.format != INT8 and (is_linear(layer) or is_conv1d(layer)):
-            weights[f"{name}.weight"] = as_linear(layer).weight, quantize
+            weights[f"{name}.weight"] = name, as_linear(layer), quantize
+    calibrated = Calibrated(config, model) if config and config.calibration else None
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in weights:
             yield name, tensor
             continue
-        weight, quantize = weights[name]
-        if not bool(weight.isfinite().all()):
+        owner, layer, quantize = weights[name]
+        if not bool(layer.weight.isfinite().all()):
             raise InvalidProblem("update_", name, "an infinity or NaN", "be finite; nothing was changed")
-        codes, scale = quantize(weight)
+        if calibrated is not None and quantize.format.calibrated:
+            quantize = quantize._replace(moments=calibrated.moments(owner, layer))
+        codes, scale = quantize(layer.weight)
         yield name, codes
         yield f"{name}_scale", scale[:, None]

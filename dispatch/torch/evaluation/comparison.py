@@ -111,8 +111,8 @@ def compare(
         not of shape (B, T, ...) of ids, as those of a classifier, each row of them counts, and there is no likelihood.
     by_layer : bool
         Whether to find what the codes of each int8 layer alone cost: the divergence of the reference if only this layer
-        is replaced, for its inputs in the reference. This calls the reference once for each layer and input. If a norm
-        of the model took over smoothing factors of a layer, the input is divided by them.
+        is replaced, for its inputs in the reference. This calls the reference once for each layer and input. Factors
+        that were folded in this process divide inputs, and multiply outputs.
 
     Returns
     -------
@@ -123,7 +123,7 @@ def compare(
     InvalidProblem
         For inputs of less than two tokens, logits of different shapes, and logits that are not finite. With `by_layer`,
         for a model without int8 layers, for an int8 layer that the reference lacks or that is a rank's part, and for
-        one whose weights have other factors than those that a norm took over.
+        a reference that is folded otherwise, by factors that are not known.
     """
     check_model("compare", model, None)
     check_model("compare", reference, None)

@@ -29,7 +29,7 @@ from skuda.dispatch.shard.group import Group
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.formats.int8 import CODES
 from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear
-from skuda.torch.linear.joined import JoinedLinear, Part, Quantized, projected
+from skuda.torch.linear.joined import JoinedLinear, JoinedOutput, Part, Quantized, projected
 from skuda.torch.ops.tensor_op import launched, not_scripted, refuse_other, run_module
 
 _VECTORS = {"rms_norm_quantize": ("weight",), "layer_norm_quantize": ("weight", "bias")}
@@ -240,7 +240,8 @@ class FusedAttention(Fused):
         if not isinstance(rows, Quantized) and not self.intact():
             self.fall_back()
             return super().forward(*args, **kwargs)
-        joined = projected(getattr(self, form.joined), rows)
+        output = projected(getattr(self, form.joined), rows)
+        joined = JoinedOutput(output, output.shape)
         if args:
             return super().forward(joined, *args[1:], **kwargs)
         return super().forward(**{**kwargs, form.input: joined})

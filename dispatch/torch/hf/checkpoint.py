@@ -51,6 +51,7 @@ from skuda.torch.hf.stored import check_approximate, check_values, int8_layer, w
 from skuda.torch.linear.activation import PER_ROW
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import Part, int8_layers, is_joined
+from skuda.torch.models.folded import FOLDED, describe, digest_in
 from skuda.torch.models.replaceable_layers import carry, changed, is_of_transformers
 
 CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -115,8 +116,9 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, approximate: str | 
     check_approximate("load_", approximate)
     with opened(folder) as stored:
         tensors = stored
-        fields = read_object(folder / CONFIG).get("quantization_config")
-        scheme = Scheme.parse(str(folder / CONFIG), fields, approximate=approximate is not None).named(tensors.kinds)
+        config = read_object(folder / CONFIG)
+        fields, approximates = config.get("quantization_config"), approximate is not None
+        scheme = Scheme.parse(str(folder / CONFIG), fields, approximate=approximates).named(tensors.kinds)
         files: dict[str, str] = {}
         dtypes: dict[str, torch.dtype] = {}
         renaming = _renaming(model)
@@ -158,6 +160,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, approximate: str | 
         with torch.no_grad():
             for own, tensor in copies:
                 own.copy_(tensor)
+    describe(model, loaded=digest_in(config))
     changed(model, int8=True)
     warn_approximate(differences, stacklevel=2)
     warn_per_row(rows, stacklevel=2)
@@ -247,7 +250,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     _safetensors()
     group = _group(model)
     scheme, tensors = described(model, parts=True)
-    fields = _config_of(model) | {"quantization_config": scheme.fields()}
+    folding = describe(model)
+    fields = _config_of(model) | ({FOLDED: folding} if folding else {}) | {"quantization_config": scheme.fields()}
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     if group is None:
         _write(folder, text, _in_file(model, tensors))

@@ -10,11 +10,15 @@ Importing this module registers the layers. `get_peft_model`, `PeftModel.from_pr
     # ... training ...
     model.save_pretrained(folder)  # the adapters
     model = model.merge_and_unload()  # int8 layers again
+
+An adapter from a file is refused if it was trained on a model that is folded otherwise; see `skuda.torch.fold_`. The
+files of adapters of folded models say so.
 """
 
 from __future__ import annotations
 
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 from skuda.registry.errors import InvalidProblem, MissingDependency
 
 try:
+    from peft.config import PeftConfigMixin
     from peft.tuners import lora, tuners_utils
 except ImportError as error:
     raise MissingDependency("peft", "pip install peft") from error
@@ -32,6 +37,7 @@ from skuda.torch.formats import INT8
 from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.linear.dequantized_weight import CodedLayer
 from skuda.torch.linear.int8_linear import DynamicLinear
+from skuda.torch.models.folded import FOLDED, check_adapter, folding_of
 
 
 class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
@@ -153,12 +159,16 @@ def _registering(own: Any) -> Any:
 def _including(own: Any) -> Any:
     """Wrap the function of peft that finds the layers of ``all-linear``, which it knows by class.
 
-    The function sees every config with its model, so this also refuses to train int8 layers as a whole: they have no
-    parameters, and peft would train nothing.
+    The function sees every config with its model, so this also refuses adapters of models that are folded otherwise,
+    and to train int8 layers as a whole: they have no parameters, and peft would train nothing.
     """
 
     @wraps(own)
     def wrapped(config: Any, model: nn.Module) -> Any:
+        base, folding = config.base_model_name_or_path, folding_of(model)
+        if isinstance(base, _Base):
+            check_adapter(type(config).__name__, **vars(base), folding=folding)
+        config.skuda_folded = folding
         trained = tuple(getattr(config, "modules_to_save", None) or ())
         for name, module in model.named_modules():
             if name.endswith(trained) and any(isinstance(inner, CodedLayer) for inner in module.modules()):
@@ -178,11 +188,41 @@ def _including(own: Any) -> Any:
     return wrapped
 
 
+class _Base(str):  # noqa: SLOT000  it has attributes
+    """The base of an adapter that was read from a file, with its name and config for `check_adapter`."""
+
+
+def _reading(own: Any) -> Any:
+    """Wrap what reads the file of an adapter. The digest of a folded base is no field of peft."""
+
+    @wraps(own)
+    def wrapped(cls: Any, path_json_file: Any, **more: Any) -> Any:
+        fields = own(cls, path_json_file, **more)
+        base: Any = _Base(fields.get("base_model_name_or_path") or "")
+        base.name, base.config = str(Path(path_json_file).parent), fields
+        return {name: fields[name] for name in fields if name != FOLDED} | {"base_model_name_or_path": base}
+
+    return wrapped
+
+
+def _writing(own: Any) -> Any:
+    """Wrap what returns the fields of an adapter's config for a file."""
+
+    @wraps(own)
+    def wrapped(config: Any) -> Any:
+        folding = getattr(config, FOLDED, "")
+        return own(config) | ({FOLDED: folding} if folding else {})
+
+    return wrapped
+
+
 def _original(function: Any) -> Any:
     """Return a function of peft without the wrapper that an import has left which was interrupted afterwards."""
     return function.__wrapped__ if function.__globals__["__name__"] == __name__ else function
 
 
 _all_linear = "_maybe_include_all_linear_layers"  # it has no public name
+PeftConfigMixin.from_json_file = classmethod(_reading(_original(PeftConfigMixin.from_json_file.__func__)))
+PeftConfigMixin.to_dict = _writing(_original(PeftConfigMixin.to_dict))
 lora.LoraConfig.__post_init__ = _registering(_original(lora.LoraConfig.__post_init__))
 setattr(tuners_utils, _all_linear, _including(_original(getattr(tuners_utils, _all_linear))))

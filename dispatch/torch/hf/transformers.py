@@ -59,6 +59,7 @@ from skuda.torch.hf.scheme import METHOD, OWN_METHOD, ActivationScheme, Scheme, 
 from skuda.torch.hf.stored import check_approximate, check_values, int8_layer, warn_approximate
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import int8_layers
+from skuda.torch.models.folded import describe
 from skuda.torch.models.replaceable_layers import Filter, sizes_of
 
 for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
@@ -339,6 +340,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the tensors for `save_pretrained`, and update the config to the model's present state."""
         self.quantization_config.scheme, tensors = described(model)
+        describe(model)
         return tensors, {}
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
@@ -410,20 +412,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             self._finish(model)
             return model
         _check_one_device(getattr(model, "hf_device_map", None))
-        config, ignore = self.quantization_config, self.quantization_config.ignore
-        if ignore is None:
-            logits = None if config.exact else model.get_output_embeddings()
-            ignore = tuple(name for name, module in model.named_modules() if module is logits)
-        chosen = partial(_chosen, tuple(ignore))
-        dynamic = config.dynamic if config.calibration is None else _calibrated(model, config, chosen)
-        self.report = quantize_(model, dynamic, chosen, budget=config.budget)
-        if not self.report.converted:
-            rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
-            had = one_line(f"{type(model).__name__}, {self.report}", 200)
-            raise InvalidProblem("from_pretrained", "model", had, rule)
-        warn_per_row(self.report.per_row, stacklevel=3)
-        if config.exact:
-            exact_(model)
+        self.report = quantize_as(model, self.quantization_config)
         self._describe(model, scheme_of(model))
         return model
 
@@ -494,6 +483,25 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                 import_module("accelerate.hooks").add_hook_to_module(layer, held._hf_hook)  # noqa: SLF001  its only name
         self._unread = {}
         warn_approximate(self._differences, stacklevel=2)
+
+
+def quantize_as(model: Any, config: SkudaConfig) -> Report:
+    """Quantize a model of floats of transformers, in place, as `from_pretrained` does with a config."""
+    ignore = config.ignore
+    if ignore is None:
+        logits = None if config.exact else model.get_output_embeddings()
+        ignore = tuple(name for name, module in model.named_modules() if module is logits)
+    chosen = partial(_chosen, tuple(ignore))
+    dynamic = config.dynamic if config.calibration is None else _calibrated(model, config, chosen)
+    report = quantize_(model, dynamic, chosen, budget=config.budget)
+    if not report.converted:
+        rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
+        had = one_line(f"{type(model).__name__}, {report}", 200)
+        raise InvalidProblem("from_pretrained", "model", had, rule)
+    warn_per_row(report.per_row, stacklevel=4)
+    if config.exact:
+        exact_(model)
+    return report
 
 
 def _chosen(ignore: tuple[str, ...], module: nn.Module, name: str) -> bool:

@@ -96,6 +96,13 @@ def _of_joined(name: str) -> Any:
     return property(lambda part: getattr(part.joined, name), doc=f"`{name}` of the joined layer.")
 
 
+class JoinedOutput(NamedTuple):
+    """The output of a joined layer, for its parts in the place of their input: rows of shape (..., N), and that."""
+
+    rows: Tensor
+    shape: torch.Size
+
+
 class Part(CodedLayer):
     """One of the layers of a joined layer, under its old name. Its buffers are views.
 
@@ -117,7 +124,6 @@ class Part(CodedLayer):
         self._joined = (joined,)  # not a child
         self.number = number
         self.start, self.stop = [0, *accumulate(joined.sizes)][number : number + 2]
-        self.joined_width = joined.out_features
         self.training = joined.training
 
     def of_rank(self, name: str, whole: Tensor) -> Tensor:
@@ -153,20 +159,20 @@ class Part(CodedLayer):
         bias = self.joined.bias
         return None if bias is None else bias[self.start : self.stop]
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | JoinedOutput) -> Tensor:
         """Return this layer's output: a view of the joined output if that is given, or else a product of its own.
 
         Raises
         ------
         InvalidProblem
-            For a tensor of another width, and for an input of a layer of which every rank has a part.
+            For an input of another width, or of a layer of which every rank has a part.
         """
-        if input.shape[-1] == self.joined_width:
-            return input[..., self.start : self.stop]
+        if isinstance(input, JoinedOutput):
+            return input.rows[..., self.start : self.stop]
         joined = self._joined[0]
         if joined.split is not None or input.shape[-1] != joined.in_features:
-            of_layer = f", or an input of shape [..., {joined.in_features}]" if joined.split is None else ""
-            rule = f"be the output of the joined layer, of shape [..., {joined.out_features}]{of_layer}"
+            whole = f"of shape [..., {joined.in_features}]" if joined.split is None else "of a whole layer"
+            rule = f"be the output of the joined layer, or an input {whole}"
             raise InvalidProblem("Part", "input", f"of shape {list(input.shape)}", rule)
         held = self.operand, self.weight_scale.view(-1), self.bias
         return frozen_linear(autocast(input), *held, nonfinite=joined.nonfinite)
