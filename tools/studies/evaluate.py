@@ -88,7 +88,7 @@ def run(
         rows = work.rows(cut, configs, seen, by_layer=by_layer, by_vllm=not by_us)
     for name, paths in (("texts", text), ("calibration", calibration or [])):
         about[name] = [{"name": path.name, "sha256": _digest(path)} for path in paths]
-    about |= {"windows": windows, "length": length, "skip": skip, "engine": engine, "device": str(work.place)}
+    about |= {"windows": windows, "length": length, "skip": skip, "engine": engine, "device": work.card}
     about |= {"divergence": "exact" if by_us else _BOUND, "rows": rows}
     from skuda.torch.evaluation.plot import drawn  # not above: torch is optional
 
@@ -133,6 +133,7 @@ class _Work:
         self.model, self.reference, self.length, self.report = model, reference, length, report
         on_gpu = device == "gpu" or (device == "auto" and torch.cuda.is_available())
         self.place = torch.device("cuda" if on_gpu else "cpu")
+        self.card = torch.cuda.get_device_name() if on_gpu else "cpu"
 
     @cached_property
     def _tokenizer(self) -> Any:
