@@ -9,7 +9,7 @@ PARTS = {
     # Part: its folder, the folders in it that do not count, and the most lines.
     "tools": ("tools", (), 11_800),
     "dispatch without torch and engines": ("dispatch", ("torch", "serving", "vllm"), 11_000),
-    "torch": ("dispatch/torch", (), 17_150),
+    "torch": ("dispatch/torch", (), 17_160),
     "serving": ("dispatch/serving", (), 600),
     "vllm": ("dispatch/vllm", (), 2_000),
     "tests": ("tests", (), 48_700),

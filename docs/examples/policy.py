@@ -48,7 +48,7 @@ def train(name: str, trained: nn.Module, served: nn.Module, cache: Callable[[], 
         with torch.no_grad():
             ids, before = rollout(served, cache, prompts, step)
         reward = (ids[:, PROMPT:] == ids[:, PROMPT - 1 : PROMPT]).float()
-        now, _ = st.log_probs(trained(ids[:, :-1], use_cache=False).logits[:, PROMPT - 1 :], ids[:, PROMPT:])
+        now, _ = st.log_probs(trained(ids[:, :-1]).logits[:, PROMPT - 1 :], ids[:, PROMPT:])
         ratio = (now.detach() - before).exp()
         (-(reward - reward.mean()) * now).mean().backward()
         optimizer.step()

@@ -65,6 +65,27 @@ def test_a_token_has_the_same_logits_in_every_way(family, config):
         assert same(trained.detach()[mask == 1], want[mask == 1])
 
 
+@pytest.mark.parametrize("config", ["Dynamic", "Mixed"])
+def test_an_exact_model_has_a_cache_of_its_own(config):
+    rng = fresh(config)
+    model = exact(decoders.small("Qwen3", rng), config)
+    ids, mask, _ = padded(rng, [21, 9])
+    with torch.no_grad():
+        want = logits(model, ids)
+        first = model(ids[:, :13])
+        rest = model(ids[:, 13:], **{CACHE: getattr(first, CACHE, None) or first.past_key_values})
+        given = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+        own = model.generate(ids, **given, num_beams=2, return_dict_in_generate=True)
+        assert torch.equal(own.sequences, model.generate(ids, **given, num_beams=2, **{CACHE: Int8Cache(model.config)}))
+    assert same(torch.cat((first.logits, rest.logits), 1), want)
+    assert type(own.past_key_values) is Int8Cache
+    if config == "Mixed":
+        found = [model(ids, **more).logits.square().mean() for more in ({}, {"use_cache": False})]
+        grads = [torch.autograd.grad(each, [*model.parameters()]) for each in found]
+        assert torch.equal(*found)
+        assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("config", ["Mixed", "FakeQuant"])
 @torch.no_grad()

@@ -25,7 +25,7 @@ from skuda.torch.ops.dtypes import element_of
 from skuda.torch.ops.tensor_op import launched, run_module
 
 try:
-    from transformers.cache_utils import Cache, CacheLayerMixin
+    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
@@ -248,6 +248,19 @@ class Int8Cache(Cache):  # type: ignore[misc]
         self.sequences = Sequences(max_cache_len)
         layers = [CacheLayer(self.sequences) for _ in range(text.num_hidden_layers)]
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+
+    @classmethod
+    def in_place_of(cls, cache: Any, config: Any) -> Any:
+        """Make an empty `DynamicCache` an `Int8Cache`, in place, and return it; return anything else as it is.
+
+        transformers makes such a cache where it is given none, and keeps it over calls.
+        """
+        if type(cache) is DynamicCache and not cache.get_seq_length() and not torch.compiler.is_compiling():
+            offloading = bool(getattr(cache, "offloading", False))
+            cache.__class__ = cls
+            vars(cache).clear()
+            cache.__init__(config, offloading=offloading)
+        return cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

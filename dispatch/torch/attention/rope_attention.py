@@ -154,8 +154,9 @@ class FusedRopeAttention(FusedAttention):
         if not turns:
             self.refuse_inexact("a call that the op does not compute, or a change to its parts")
             return super().forward(*args, **kwargs)
+        cache = Int8Cache.in_place_of(cache, self.config)
         if cache is not None and not isinstance(cache, Int8Cache):
-            rule = "be an Int8Cache(model.config), or none at all: call the model with use_cache=False"
+            rule = "be an Int8Cache(model.config), or be left out"
             raise InvalidProblem(interface.SUBJECT, form.cache, f"a {type(cache).__name__}", rule)
         rows, mask, cos_sin = (given.pop(name, None) for name in (form.input, "attention_mask", "position_embeddings"))
         heads = self.heads(rows)
@@ -163,7 +164,8 @@ class FusedRopeAttention(FusedAttention):
         window = window if form.window else None
         causal = given.pop("is_causal", None)
         dropout = self.attention_dropout if self.training else 0.0
-        recorded = self.trains and cache is None and torch.is_grad_enabled() and heads[2].requires_grad
+        alone = cache is None or not cache.layers[self.layer_idx].is_initialized
+        recorded = self.trains and alone and torch.is_grad_enabled() and heads[2].requires_grad
         with torch.no_grad() if recorded else nullcontext():
             interface.check_call(self, heads[2], mask, dropout, window, causal, given)
             found = self.attend(heads, cache, mask, ids, window)
@@ -172,7 +174,7 @@ class FusedRopeAttention(FusedAttention):
         return self.o_proj(found), None
 
     trains: ClassVar[bool] = False
-    """Whether a call without a cache has a gradient."""
+    """Whether a call without earlier tokens has a gradient."""
 
     def warm(self, rows: Tensor) -> None:
         """Run everything but the last product, on one sequence without a cache."""
