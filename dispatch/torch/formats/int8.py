@@ -78,8 +78,8 @@ class StoredInt8(StoredWeight):
     ) -> tuple[Tensor, Tensor, Difference]:
         """Read the weight of a layer; see `StoredWeight.read`."""
         del approximate
-        scale = channel_scales(found, shape[0], *(ONE if self.per_tensor else ()))
-        return found.take("weight", torch.int8, shape), scale, Difference()
+        weight = found.take("weight", torch.int8, shape)
+        return weight, channel_scales(found, shape[0], *(ONE if self.per_tensor else ())), Difference()
 
 
 def channel_scales(found: Tensors, n: int, *shapes: tuple[int, ...]) -> Tensor:
