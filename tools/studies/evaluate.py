@@ -67,7 +67,8 @@ def run(
     for name, had, known in (("--engine", engine, _ENGINES), ("--device", device, _WHERE)):
         if had not in known:
             refuse("evaluate", name, had, known)
-    by_us, planned = engine != "vllm", any('"budget"' in each for each in quantize or ())
+    configs: list[Any] = [_config(given) for given in quantize or ()] or [None]
+    by_us, planned = engine != "vllm", any("budget" in (config or {}) for config in configs)
     for wrong, name, had, rule in (
         (plot is not None and not by_layer, "--plot", "no --by-layer", "stand beside it"),
         (by_layer and not by_us, "--by-layer", "--engine vllm", "be left out: no layers of an engine are seen"),
@@ -77,7 +78,6 @@ def run(
     ):
         if wrong:
             raise InvalidProblem("evaluate", name, had, rule)
-    configs: list[Any] = [_config(given) for given in quantize or ()] or [None]
     about: dict[str, Any] = {"kind": "skuda evaluate", "schema_version": 1, "skuda": skuda_version()}
     about |= {"model": _checkpoint("MODEL", model), "reference": _checkpoint("--reference", reference or model)}
     about |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(("torch", "transformers"))}

@@ -256,10 +256,8 @@ class Int8Cache(Cache):  # type: ignore[misc]
         transformers makes such a cache where it is given none, and keeps it over calls.
         """
         if type(cache) is DynamicCache and not cache.get_seq_length() and not torch.compiler.is_compiling():
-            offloading = bool(getattr(cache, "offloading", False))
             cache.__class__ = cls
-            vars(cache).clear()
-            cache.__init__(config, offloading=offloading)
+            cache.__init__(config, offloading=cache.offloading)
         return cache
 
     def update(

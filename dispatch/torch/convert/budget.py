@@ -105,7 +105,6 @@ class Spent:
     ) -> None:
         self._eight = eight
         self._made: dict[str, nn.Module | SkudaError] = {}
-        self._ways: dict[str, str] = {}
         units: list[_Unit] = []
         with torch.no_grad(), evaluating(model):
             runs, together = _runs(budget, model, layers)
@@ -197,7 +196,8 @@ _Run = tuple[Any, Tensor, Places]
 def _runs(
     budget: Budget, model: nn.Module, layers: Mapping[str, nn.Module]
 ) -> tuple[list[_Run], list[tuple[str, ...]]]:
-    """Return the runs of a model, and the names of layers that take one input, one after the other, in the first."""
+    """Return the runs of a model, and the names of layers that first take one input, one after the other."""
+    runs: list[_Run] = []
     together: list[tuple[str, ...]] = []
     last: list[object] = [None]
     with ExitStack() as stack:
@@ -214,11 +214,9 @@ def _runs(
                 last[0] = given
 
             stack.callback(layer.register_forward_pre_hook(called, with_kwargs=True).remove)
-        logits_of(model, "model", budget.inputs[0])
-    runs = []
-    for given in budget.inputs:
-        logits = logits_of(model, "model", given)
-        runs.append((given, logits, Places.of(given, logits)))
+        for given in budget.inputs:
+            logits = logits_of(model, "model", given)
+            runs.append((given, logits, Places.of(given, logits)))
     return runs, together
 
 

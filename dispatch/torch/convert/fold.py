@@ -201,9 +201,9 @@ def _after(calibration: Calibration, folded: Mapping[str, tuple[str, ...]], take
     for source, names in folded.items():
         done: dict[int, Tensor] = {}  # layers share samples
         for held, name in product((maxima, rows), names):
-            if name in held and id(held[name]) not in done:
-                by = taken[source].to(held[name].device)
-                done[id(held[name])] = torch.ops.skuda.smooth.default(held[name], by).to(held[name].dtype)
             if name in held:
-                held[name] = done[id(held[name])]
+                old = held[name]
+                if id(old) not in done:
+                    done[id(old)] = torch.ops.skuda.smooth.default(old, taken[source].to(old.device)).to(old.dtype)
+                held[name] = done[id(old)]
     return replace(calibration, maxima=maxima, rows=rows, folded=True)

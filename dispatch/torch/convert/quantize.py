@@ -338,8 +338,9 @@ def _check_arguments(
     expect("quantize_", "budget", budget, Budget | None, "be a Budget, or None")
     if budget is not None:
         expect("quantize_", "config", config, Dynamic, "be a Dynamic with a budget")
-    if budget is not None and strict:
-        raise InvalidProblem("quantize_", "strict", "True", "be False with a budget, which leaves layers as they are")
+        if strict:
+            rule = "be False with a budget, which leaves layers as they are"
+            raise InvalidProblem("quantize_", "strict", "True", rule)
 
 
 def report_of_loaded(model: nn.Module) -> Report:

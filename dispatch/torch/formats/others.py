@@ -13,6 +13,7 @@ Sources: AutoGPTQ and AutoAWQ, as vLLM 0.26 packs and reads their tensors.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Self
 
@@ -32,8 +33,24 @@ tokenizer true_sequential use_cuda_fp16 use_exllama"""
 """Fields that do not change what tensors mean. The tensors show which layers have codes, and the order of groups."""
 
 
+class _OfMethod(GroupedWeight):
+    """How a file holds weights whose config has a ``quant_method`` of their own."""
+
+    names = "scales", "qzeros"
+
+    @classmethod
+    def parse(cls, weights: ConfigFields, file_format: str) -> Self | None:
+        """Take the fields of a config; see `StoredWeight.parse`."""
+        return cls.of(weights) if file_format == cls.method else None
+
+    @classmethod
+    @abstractmethod
+    def of(cls, weights: ConfigFields) -> Self:
+        """Take the fields of a config of this method."""
+
+
 @dataclass(frozen=True)
-class GptqFormat(GroupedWeight):
+class GptqFormat(_OfMethod):
     """How GPTQ holds 4-bit weights. `symmetric`: all zero points are 8. `lacks`: by how much the file's are less."""
 
     group_size: int = 0
@@ -42,13 +59,10 @@ class GptqFormat(GroupedWeight):
 
     method = "gptq"
     file_formats = (method,)
-    names = "scales", "qzeros"
 
     @classmethod
-    def parse(cls, weights: ConfigFields, file_format: str) -> Self | None:
-        """Take the fields of a config; see `StoredWeight.parse`."""
-        if file_format != cls.method:
-            return None
+    def of(cls, weights: ConfigFields) -> Self:
+        """Take the fields of a config of GPTQ."""
         symmetric = weights.one_of("sym", [True, False])
         form = weights.one_of("format", ["gptq", "gptq_v2"], default="gptq")
         form = weights.one_of("checkpoint_format", ["gptq", "gptq_v2"], default=form)
@@ -74,7 +88,7 @@ class GptqFormat(GroupedWeight):
 
 
 @dataclass(frozen=True)
-class AwqFormat(GroupedWeight):
+class AwqFormat(_OfMethod):
     """How AWQ holds 4-bit weights."""
 
     group_size: int = 0
@@ -82,13 +96,10 @@ class AwqFormat(GroupedWeight):
     symmetric = False
     method = "awq"
     file_formats = (method,)
-    names = "scales", "qzeros"
 
     @classmethod
-    def parse(cls, weights: ConfigFields, file_format: str) -> Self | None:
-        """Take the fields of a config; see `StoredWeight.parse`."""
-        if file_format != cls.method:
-            return None
+    def of(cls, weights: ConfigFields) -> Self:
+        """Take the fields of a config of AWQ."""
         weights.one_of("version", ["gemm", "GEMM"], default="gemm")
         weights.one_of("format", ["gemm"], default="gemm")
         weights.one_of("zero_point", [True], default=True)
@@ -98,10 +109,8 @@ class AwqFormat(GroupedWeight):
 
     def grouped(self, found: Tensors, n: int, k: int, groups: int) -> Grouped:
         """Take the tensors of a layer."""
-        words = (
-            found.take("qweight", torch.int32, (k, -(-n // 8))),
-            found.take("qzeros", torch.int32, (groups, -(-n // 8))),
-        )
+        rows = {"qweight": k, "qzeros": groups}
+        words = [found.take(name, torch.int32, (count, -(-n // 8))) for name, count in rows.items()]
         values = (values_of(each, 8 * each.shape[1]).view(*each.shape, 8)[:, :, _COLUMNS] for each in words)
         levels, zeros = (each.reshape(len(each), -1)[:, :n].T.contiguous() for each in values)
         return levels, found.take("scales", SCALES, (groups, n)).T.contiguous(), zeros, None

@@ -101,9 +101,8 @@ def check_adapter(subject: str, name: str, config: Mapping[str, Any], folding: s
         except (OSError, ValueError):
             trained = ""
     if trained != folding:
-        had = (
-            f"{name}, trained on {shown(base)}, which is {'folded otherwise' if trained else 'not known to be folded'}"
-        )
+        state = "folded otherwise" if trained else "not known to be folded"
+        had = f"{name}, trained on {shown(base)}, which is {state}"
         rule = "be trained on the folded checkpoint of this model, or be merged into the original before it is folded"
         if not folding:
             rule = "be trained on this model, which is not folded: load it onto the folded one"
