@@ -7,8 +7,10 @@ and an engine must not take pages for ranges of bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +44,33 @@ class Shape(NamedTuple):
     most_blocks: int
     heads: int
     head_size: int
+
+
+Fields = tuple[tuple[str, Any], ...]
+
+
+class Turn(NamedTuple):
+    """What an op does to new queries and keys before it quantizes them. `turn` makes one.
+
+    Attributes
+    ----------
+    fields : tuple
+        The fields of the op `rope_quantize_append` that say so.
+    table : tensor of shape (positions, rotated), f32
+        The cosines and sines of rope.
+    norms : dict of str to tensor of shape (head_size,)
+        Weights of the norms of heads, ``q_norm`` and ``k_norm``, or nothing.
+    """
+
+    fields: Fields
+    table: Tensor
+    norms: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def turn(table: Tensor, norms: Mapping[str, Tensor] = MappingProxyType({}), eps: float = 0.0) -> Turn:
+    """Return a turn by a table, after norms with this epsilon."""
+    fields = {"most_positions": table.shape[0], "rotated": table.shape[1], "eps": eps}
+    return Turn(tuple((fields | {f"has_{name}": True for name in norms}).items()), table, norms)
 
 
 def token_bytes(head_size: int) -> int:
@@ -83,20 +112,20 @@ def cut(memory: Tensor, heads: int, size: int) -> BlockCache:
 
 @lru_cache(maxsize=4096)
 def problems(
-    shape: Shape, dtype: torch.dtype, scale: float, window: int | None
+    shape: Shape, dtype: torch.dtype, scale: float, window: int | None, turn: Fields
 ) -> tuple[RopeQuantizeAppendDescriptor, AttentionDescriptor]:
-    """Return the problems of a call: what appends, and what attends."""
+    """Return the problems of a call: what appends, and what attends. `turn` has those of a `Turn`."""
     sizes, element = shape._asdict(), element_of(dtype)
     return (
-        RopeQuantizeAppendDescriptor(**sizes, most_positions=_MOST_POSITIONS, rotated=0, input_element=element),
+        RopeQuantizeAppendDescriptor(**sizes, **dict(turn), input_element=element),
         AttentionDescriptor(**sizes, scale=scale, window=window, output_element=element),
     )
 
 
 @lru_cache(maxsize=16)
-def _unturned(device: torch.device) -> Tensor:
+def unturned(device: torch.device) -> Turn:
     """Return cosines of no column: keys and queries have been turned."""
-    return torch.empty((_MOST_POSITIONS, 0), dtype=torch.float32, device=device)
+    return turn(torch.empty((_MOST_POSITIONS, 0), dtype=torch.float32, device=device))
 
 
 def append_and_attend(
@@ -109,6 +138,7 @@ def append_and_attend(
     *,
     scale: float,
     window: int | None,
+    turned: Turn | None = None,
 ) -> None:
     """Write new keys and values to the cache, and attention over it to `output`.
 
@@ -118,19 +148,21 @@ def append_and_attend(
     tables : tensors, s32
         `block_table`, `lengths` and `starts`, as `skuda.kernels.attention.cache` says.
     query, output : tensors of shape (tokens, heads, head_size)
-        Queries after rope, and what is written: 0 for rows of no sequence.
+        Queries, and what is written: 0 for rows of no sequence.
     key, value : tensors of shape (tokens, kv_heads, head_size)
-        New keys after rope, and new values.
+        New keys and values.
     scale, window
         Fields of the op `attention`.
+    turned : Turn, optional
+        Norms and rope of queries and keys. Without it, they have been turned.
     """
     (tokens, heads, size), (sequences, most_blocks) = query.shape, tables[0].shape
     pages, kv_heads = cache.k_scale.shape[:2]
-    append, attend = problems(
-        Shape(tokens, sequences, pages, kv_heads, most_blocks, heads, size), query.dtype, scale, window
-    )
+    how = turned or unturned(query.device)
+    shape = Shape(tokens, sequences, pages, kv_heads, most_blocks, heads, size)
+    append, attend = problems(shape, query.dtype, scale, window, how.fields)
     shared = cache._asdict() | dict(zip(("block_table", "lengths", "starts"), tables, strict=True))
     q, k, v = (each.flatten(1) for each in (query, key, value))
     run = default_dispatcher().run
-    codes, scales = run(append, q=q, k=k, v=v, cos_sin=_unturned(q.device), **shared)
+    codes, scales = run(append, q=q, k=k, v=v, cos_sin=how.table, **how.norms, **shared)
     run(attend, q_codes=codes, q_scale=scales, output=output.view(query.shape), **shared)

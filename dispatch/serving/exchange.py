@@ -32,6 +32,7 @@ def product_of_columns(
     zero: Tensor | None = None,
     zero_point: Tensor | None = None,
     nonfinite: str | None = None,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """Return the whole output, (M, N), in the dtype of the input, on every rank for its columns of the input.
 
@@ -51,10 +52,12 @@ def product_of_columns(
         Beside a fixed scale: a zero for a symmetric input, or its code of 0.
     nonfinite : str, optional
         As in `skuda.torch.linear_dynamic`.
+    largest : tensor of shape (M, 1), f32, optional
+        What the op `amax` returns for the rows, if it is known.
     """
     ops, of_channels = torch.ops.skuda, None
     if input_scale is None:
-        largest = reduce(ops.amax.default(rows, nonfinite=nonfinite), "max")
+        largest = reduce(ops.amax.default(rows, nonfinite=nonfinite) if largest is None else largest, "max")
         codes, scale = ops.amax_quantize.default(rows, largest, **CODES)
     else:
         scale, at = input_scale, zero if zero_point is None else zero_point

@@ -11,6 +11,7 @@ of other shapes in the same memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -31,7 +32,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from skuda.kernels.attention.cache import HEAD_SIZES, PAGE
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.serving.blocks import BlockCache, Shape, append_and_attend, cut, problems, token_bytes
+from skuda.serving.blocks import BlockCache, Shape, Turn, append_and_attend, cut, problems, token_bytes, unturned
 from skuda.serving.preparation import prepare, select, want
 from skuda.serving.status import missing
 from skuda.vllm.linear_kernel import logger
@@ -198,6 +199,11 @@ class ExactAttention(AttentionImpl[ExactTables]):  # type: ignore[misc]
     alibi_slopes, logits_soft_cap, kv_sharing_target_layer_name, **others
         What the definition does not have.
 
+    Attributes
+    ----------
+    turn : callable, optional
+        Returns what is done to new queries and keys, if the model did not turn them; see `skuda.vllm.exact_model`.
+
     Raises
     ------
     InvalidProblem
@@ -223,6 +229,7 @@ class ExactAttention(AttentionImpl[ExactTables]):  # type: ignore[misc]
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
+        self.turn: Callable[[], Turn] | None = None
         # vLLM sets an attribute of this name to None when it frees a cache; other backends keep views of it there, too.
         self._k_scale_cache: tuple[Tensor, BlockCache] | None = None
         absent = "be left out: it is not part of the definition; use another attention backend"
@@ -259,9 +266,9 @@ class ExactAttention(AttentionImpl[ExactTables]):  # type: ignore[misc]
         layer : Attention
             The layer; not needed.
         query, output : tensors of shape (tokens, num_heads, head_size)
-            Queries after rope, and what is written: 0 for rows of no sequence.
+            Queries, and what is written: 0 for rows of no sequence.
         key, value : tensors of shape (tokens, num_kv_heads, head_size)
-            New keys after rope, and new values.
+            New keys and values. Queries and keys come after rope, unless `turn` says how they turn.
         kv_cache : tensor
             The layer's memory.
         attn_metadata : ExactTables, optional
@@ -280,9 +287,8 @@ class ExactAttention(AttentionImpl[ExactTables]):  # type: ignore[misc]
         if attn_metadata is None:
             return output.zero_()
         tables = (attn_metadata.block_table, attn_metadata.lengths, attn_metadata.starts)
-        append_and_attend(
-            self._cache(kv_cache), tables, query, key, value, output, scale=self.scale, window=self.window
-        )
+        turned, cache = None if self.turn is None else self.turn(), self._cache(kv_cache)
+        append_and_attend(cache, tables, query, key, value, output, scale=self.scale, window=self.window, turned=turned)
         return output
 
     def _cache(self, memory: Tensor) -> BlockCache:
@@ -325,10 +331,11 @@ def _problems_of_graphs(layer: Any, config: Any) -> set[Any]:
     pages = config.cache_config.num_gpu_blocks or 1
     calls = {(size, size) for size in config.compilation_config.cudagraph_capture_sizes or ()}
     calls.add((config.scheduler_config.max_num_batched_tokens, 1))
+    turn = (unturned(torch.device("cpu")) if impl.turn is None else impl.turn()).fields
     found: set[Any] = set()
     for tokens, sequences in calls:
         shape = Shape(tokens, sequences, pages, impl.num_kv_heads, most, impl.num_heads, impl.head_size)
-        found.update(problems(shape, layer.dtype, impl.scale, impl.window))
+        found.update(problems(shape, layer.dtype, impl.scale, impl.window, turn))
     return found
 
 

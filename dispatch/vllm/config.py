@@ -167,14 +167,14 @@ class SkudaVllmConfig(QuantizationConfig):
         Raises
         ------
         InvalidProblem
-            For experts and embeddings that the checkpoint quantizes or does not ignore, a head that is to be quantized
-            but is tied, and with ``exact`` for layers that stay floating.
+            For experts and embeddings that the checkpoint quantizes or does not ignore, and with ``exact`` for layers
+            that stay floating.
         """
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        from skuda.vllm.head import SkudaHeadMethod, check_untied
+        from skuda.vllm.head import SkudaHeadMethod, SkudaTiedMethod, is_tied
         from skuda.vllm.linear_method import SkudaLinearMethod
 
         checkpoint = self.checkpoint
@@ -189,12 +189,15 @@ class SkudaVllmConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             self._check_exact(layer, prefix)
             self._check_experts(layer, prefix)
-        if isinstance(layer, VocabParallelEmbedding) and self._quantizes(layer, prefix):
+        is_head = isinstance(layer, ParallelLMHead)
+        if isinstance(layer, VocabParallelEmbedding) and self._quantizes(layer, prefix) and not (is_head and self.head):
             rule = "be ignored by the checkpoint: skuda serves embeddings and heads in floating point"
             raise InvalidProblem("quantization='skuda'", prefix, f"a quantized {type(layer).__name__}", rule)
         if isinstance(layer, VocabParallelEmbedding) and self.head:
-            check_untied()
-            return SkudaHeadMethod() if isinstance(layer, ParallelLMHead) else None
+            quantize = self.formats.get("lm_head", self.quantize)
+            if is_tied():
+                return SkudaTiedMethod(quantize)
+            return SkudaHeadMethod(quantize) if is_head else None
         return None
 
     def _quantizer(self, prefix: str) -> Quantizer:

@@ -1,7 +1,7 @@
-"""``"exact": True`` of ``quantization="skuda"``: it puts skuda's sampler in vLLM's place, or says what prevents it.
+"""``"exact": True`` of ``quantization="skuda"``: skuda's layers and sampler in vLLM's place, or what prevents it.
 
-vLLM has no place for samplers of plug-ins. So the method that makes a worker's runner is wrapped; where the config does
-not ask for it, nothing else changes.
+vLLM has no place for these in plug-ins. So the method that makes a worker's runner is wrapped, and the runner's that
+loads a model; where the config does not ask for it, nothing else changes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def serve(worker: Any) -> None:
-    """Give a worker the sampler if its config asks for it.
+    """Give a worker the sampler, and its model the layers, if its config asks for it.
 
     Parameters
     ----------
@@ -61,8 +61,17 @@ def serve(worker: Any) -> None:
         return
     check(config)
     from skuda.vllm import sampler  # it imports vLLM's
+    from skuda.vllm.exact_model import make_exact
 
     runner = worker.model_runner
+    load = runner.load_model
+
+    @wraps(load)
+    def load_model(*given: Any, **named: Any) -> None:
+        load(*given, **named)
+        make_exact(runner.get_model(), config)
+
+    runner.load_model = load_model
     if config.use_v2_model_runner:
         from skuda.vllm import sampler_v2
 
@@ -72,7 +81,7 @@ def serve(worker: Any) -> None:
     if runner.device.type == "cuda":
         problems = tokens.problems(config.model_config.get_vocab_size())
         want(problems, config.scheduler_config.max_num_batched_tokens)
-    logger.info_once("Tokens are drawn, and log-probabilities computed, by skuda's ops")
+    logger.info_once("The model is skuda's exact one; tokens are drawn, and log-probabilities computed, by its ops")
 
 
 def check(config: Any) -> None:
@@ -85,14 +94,15 @@ def check(config: Any) -> None:
     Raises
     ------
     InvalidProblem
-        For another attention or cache, speculative decoding, and what vLLM's own sampler would do.
+        For another attention or cache, adapters, speculative decoding, and what vLLM's own sampler would do.
     """
     backend, dtype = config.attention_config.backend, config.cache_config.cache_dtype
     if backend is not AttentionBackendEnum.CUSTOM or config.attention_config.backend_per_kind:
         _refuse("attention_backend", getattr(backend, "name", backend), "be 'CUSTOM' for all layers")
     if dtype != CACHE_DTYPE:
         _refuse("kv_cache_dtype", dtype, f"be {CACHE_DTYPE!r}")
-    absent = {"speculative_config": config.speculative_config, "watermark_config": _of(config, "watermark_config")}
+    absent: dict[str, Any] = {"enable_lora": config.lora_config is not None}
+    absent |= {"speculative_config": config.speculative_config, "watermark_config": _of(config, "watermark_config")}
     absent |= {name: _of(config.model_config, name) for name in ("use_fp64_gumbel", "return_sampling_mask")}
     for name, given in absent.items():
         if given:

@@ -120,7 +120,8 @@ def add_pass() -> None:
         options["benchmark_combo_kernel"] = False
     # Where ranks hold columns of a layer, they exchange maxima between its gated activation and its codes, so these
     # cannot be fused. The bits of one rank are to be the same.
-    options[key] = FusionPass(present, fuses=fuses_in_vllm(), gates=not invariant, sizes=tuple(sorted(sizes)))
+    fuses = fuses_in_vllm() and not getattr(quantized, "exact", False)  # the layers of an exact model are joined
+    options[key] = FusionPass(present, fuses=fuses, gates=not invariant, sizes=tuple(sorted(sizes)))
 
 
 def _applies(one: InductorPass) -> bool:

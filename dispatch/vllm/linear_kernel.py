@@ -19,6 +19,7 @@ from vllm.platforms.interface import PlatformEnum
 
 from skuda.serving.status import missing
 from skuda.torch.formats import INT8, WeightFormat
+from skuda.torch.formats.int8 import CODES
 from skuda.torch.ops.dtypes import element_of
 from skuda.vllm import fusion, loading
 
@@ -106,6 +107,21 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
             output_element=str(element_of(x.dtype)), act_scale_scope=scope,
         )  # fmt: skip
         return product
+
+    def product(self, layer: Any, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the output, (M, N), for codes and scales of rows, as ops write them in front of a dynamic layer."""
+        weight, weight_scale, *_ = self._get_layer_params(layer)
+        weight = self.form.operand(weight, weight_scale.shape[0], codes.shape[-1])
+        bias = None if layer.skip_bias_add else layer.bias
+        found: Tensor = torch.ops.skuda.scaled_linear.default(
+            codes, weight, scale, None, weight_scale, None, bias, output_element=str(element_of(dtype))
+        )
+        return found
+
+    def gated(self, layer: nn.Module, gate_up: Tensor) -> Tensor:
+        """Return the output, (M, N), for SiLU of the first half of each row, times the second half."""
+        codes, scale = torch.ops.skuda.silu_mul_quantize.default(gate_up=gate_up, nonfinite=self.nonfinite, **CODES)
+        return self.product(layer, codes, scale, gate_up.dtype)
 
 
 def register() -> None:

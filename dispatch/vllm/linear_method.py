@@ -110,9 +110,18 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the whole output, (..., N), on every rank for its columns of the input, (..., K / ranks)."""
         del bias  # vLLM gives it to the first rank only
+        output = self._whole(layer, x.reshape(-1, x.shape[-1]))
+        return output.reshape(*x.shape[:-1], output.shape[-1])
+
+    def gated(self, layer: nn.Module, gate_up: Tensor) -> Tensor:
+        """Return the whole output, (M, N), for SiLU of the first half of each row, times the second half."""
+        rows, largest = _OPS.silu_mul_amax.default(gate_up=gate_up, nonfinite=self.nonfinite)
+        return self._whole(layer, rows, largest)
+
+    def _whole(self, layer: Any, x: Tensor, largest: Tensor | None = None) -> Tensor:
         weight, weight_scale, scale, zero_point, _ = self._get_layer_params(layer)
-        output = product_of_columns(
-            x.reshape(-1, x.shape[-1]),
+        return product_of_columns(
+            x,
             self.form.operand(weight, weight_scale.shape[0], x.shape[-1]),
             weight_scale,
             lambda part, how: _OPS.all_reduce.default(part, how, self.group),
@@ -122,8 +131,8 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
             zero=layer.skuda_zero if self.config.is_static_input_scheme and zero_point is None else None,
             zero_point=zero_point,
             nonfinite=self.nonfinite,
+            largest=largest,
         )
-        return output.reshape(*x.shape[:-1], output.shape[-1])
 
 
 def _check_cuts(layer: nn.Module, form: WeightFormat, parts: Sequence[int], n: int, k_of_rank: int, k: int) -> None:

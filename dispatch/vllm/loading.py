@@ -55,7 +55,7 @@ def spread_scales(layer: Any, name: str) -> None:
     held, widths = getattr(layer, name), list(layer.logical_widths)
     if isinstance(held, ChannelQuantScaleParameter):
         return
-    spread, loader = torch.empty(sum(widths), 1, dtype=torch.float32, device=held.device), _of_a_layer(held, layer)
+    spread, loader = torch.empty(sum(widths), 1, dtype=torch.float32, device=held.device), of_a_layer(held, layer)
     made = ChannelQuantScaleParameter(data=spread, output_dim=0, weight_loader=held.weight_loader)
 
     def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
@@ -85,7 +85,7 @@ def accept_floats(layer: Any, weight: str, weight_scale: str, quantize: Quantize
     parameter, scales = getattr(layer, weight), getattr(layer, weight_scale)
     if getattr(parameter.weight_loader, "quantizes", False):
         return
-    loader, scale_loader = _of_a_layer(parameter, layer), _of_a_layer(scales, layer)
+    loader, scale_loader = of_a_layer(parameter, layer), of_a_layer(scales, layer)
 
     def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any, **named: Any) -> Any:
         floating, shape = loaded_weight.is_floating_point(), list(loaded_weight.shape)
@@ -144,7 +144,7 @@ def _reload_of(layer: nn.Module) -> Any:
     return info if info is not None and info.kernel_tensors is not None else None
 
 
-def _of_a_layer(parameter: Any, layer: nn.Module) -> Loader:
+def of_a_layer(parameter: Any, layer: nn.Module) -> Loader:
     """Return a parameter's loader as a function of a layer, and then of what loaders take.
 
     vLLM keeps loaders longer than layers, so they must not hold one, unless they are its methods: those it lets go.

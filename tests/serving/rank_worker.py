@@ -36,7 +36,7 @@ from vllm_layers import (
 )
 
 import skuda.vllm
-from skuda.torch.formats.int8 import quantized_weight
+from skuda.torch.formats import TO_INT8, quantizer
 from skuda.torch.int4 import int4_weight
 from skuda.vllm import linear_method
 from skuda.vllm.config import SkudaVllmConfig
@@ -236,23 +236,24 @@ def gated(degree):
     forward = torch.compile(model, fullgraph=True, dynamic=True, options={KEY: options[KEY]})
     for rows in (3, 8, 5):
         x = inputs(rng, rows, torch.bfloat16)
-        found = forward(x)
+        found, coded = forward(x), model.down.scheme.kernel.gated(model.down, model.up(x)[0])
         yield torch.equal(found, OF_ONE.setdefault(rows, found))
+        yield torch.equal(coded, OF_ONE.setdefault(("coded", rows), coded))
 
 
 def head(degree):
     """A head of which each rank has a part of the vocabulary."""
     rng = drawn("head")
-    with default_dtype(torch.bfloat16):
-        layer = ParallelLMHead(100, K, quant_config=SkudaVllmConfig(head=True), prefix="lm_head")
-    weight = torch.from_numpy(rng.standard_normal((100, K))).bfloat16()
-    layer.weight.weight_loader(layer.weight, weight)
-    ready(layer)
-    yield len(layer.weight) == 128 // degree
-    codes, scale = quantized_weight(weight)
-    x = inputs(rng, 5, torch.bfloat16)
-    want = torch.ops.skuda.quantized_linear(x, codes, scale, output_element="f32")
-    yield torch.equal(LogitsProcessor(100)(layer, x), want)
+    weight, x = torch.from_numpy(rng.standard_normal((100, WIDE))).bfloat16(), inputs(rng, 5, torch.bfloat16, WIDE)
+    for more in ({}, {"weights": "int4", "group_size": 64}):
+        with default_dtype(torch.bfloat16):
+            layer = ParallelLMHead(100, WIDE, quant_config=SkudaVllmConfig(head=True, **more), prefix="lm_head")
+        layer.weight.weight_loader(layer.weight, weight)
+        ready(layer)
+        yield len(layer.weight_scale) == 128 // degree
+        found = LogitsProcessor(100)(layer, x)
+        codes, scale = (quantizer("head", **more) if more else TO_INT8)(weight)
+        yield torch.equal(found, torch.ops.skuda.quantized_linear(x, codes, scale.view(-1, 1), output_element="f32"))
 
 
 class OwnMaximum:

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm_layers import default_dtype, described, memory, ready, reloading
 
 from skuda.registry.errors import InvalidProblem
+from skuda.torch.formats import quantizer
 from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.ops.tensor_op import OPS
 from skuda.vllm import head, linear_kernel
@@ -55,8 +56,8 @@ def logits(layer, x):
     return LogitsProcessor(VOCABULARY)(layer, x)
 
 
-def expected(x, weight):
-    codes, scale = quantized_weight(weight)
+def expected(x, weight, weights="int8"):
+    codes, scale = quantizer("head", weights)(weight)
     return torch.ops.skuda.quantized_linear(x, codes, scale, output_element="f32")
 
 
@@ -86,7 +87,7 @@ def test_logits_are_those_of_the_op_in_any_batch(served, dtype, described):
     x = drawn(rng, 9, dtype)
     found = logits(layer, x)
     assert found.dtype is torch.float32
-    assert torch.equal(found.view(torch.int32), expected(x, weight).view(torch.int32))
+    assert torch.equal(found.view(torch.int32), expected(x, weight, described.get("weights", "int8")).view(torch.int32))
     for row in range(9):
         assert torch.equal(logits(layer, x[row : row + 1]).view(torch.int32), found[row : row + 1].view(torch.int32))
 
@@ -113,15 +114,29 @@ def test_the_embedding_stays_floating(served):
     assert type(found.quant_method) is UnquantizedEmbeddingMethod
 
 
-def test_a_tied_head_is_refused_wherever_the_model_ties_it(served, monkeypatch):
-    text = SimpleNamespace(tie_word_embeddings=True)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("reload", [True, False])
+def test_an_embedding_that_is_the_head_stays_floating_and_has_codes_beside_it(served, monkeypatch, weights, reload):
+    rng, text = fresh(weights, reload), SimpleNamespace(tie_word_embeddings=True)
     monkeypatch.setattr(get_current_vllm_config(), "model_config", SimpleNamespace(hf_text_config=text))
-    for kind in (ParallelLMHead, VocabParallelEmbedding):
-        with pytest.raises(InvalidProblem, match="tie_word_embeddings"):
-            kind(VOCABULARY, K, quant_config=config(), prefix="it")
-        kind(VOCABULARY, K, quant_config=SkudaVllmConfig(), prefix="it")
-    text.tie_word_embeddings = False
-    config().get_quant_method(VocabParallelEmbedding(VOCABULARY, K), "it")
+    with default_dtype(torch.bfloat16):
+        embedding, head = (
+            kind(VOCABULARY, K, quant_config=config(weights=weights), prefix="it")
+            for kind in (VocabParallelEmbedding, ParallelLMHead)
+        )
+    assert head.tie_weights(embedding) is embedding
+    assert head.weight.numel() == 0
+    layerwise.record_metadata_for_reloading(embedding)
+    load(embedding, weight=drawn(rng))
+    ready(embedding)
+    places, weight, x = memory(embedding), drawn(rng), drawn(rng, 3)
+    monkeypatch.setattr(get_current_vllm_config(), "model_config", None)
+    for new in (weight, drawn(rng)):
+        with reloading(embedding) if reload else nullcontext():
+            load(embedding, weight=new)
+        assert memory(embedding) == places
+        assert torch.equal(embedding(torch.arange(VOCABULARY)), new)
+        assert torch.equal(logits(embedding, x).view(torch.int32), expected(x, new, weights).view(torch.int32))
 
 
 def test_a_card_without_kernels_and_other_values_are_refused(served, monkeypatch):

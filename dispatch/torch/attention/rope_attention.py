@@ -54,7 +54,7 @@ _ROPE = (
 )
 _HALF = "x1 = x[..., :x.shape[-1] // 2]\nx2 = x[..., x.shape[-1] // 2:]\nreturn torch.cat((-x2, x1), dim=-1)"
 _EMBEDDED = re.compile(r"position_embeddings = self\.rotary_emb\(hidden_states, (position_ids=)?position_ids\)")
-_FIXED = ("default", "linear", "llama3", "yarn")
+FIXED = ("default", "linear", "llama3", "yarn")
 """Types of rope whose frequencies do not change with the length."""
 _PROBED = 64
 """Positions at which a model's rope is compared with its table."""
@@ -312,7 +312,7 @@ def _rotary(module: Any, name: str, model: nn.Module) -> nn.Module:
     text = source_of(type(owner).forward)
     if len(re.findall(r"rotary_emb|position_embeddings =", text)) != 2 or not _EMBEDDED.search(text):
         raise NotProven("the model does not use its rotary_emb in a known way")
-    if getattr(rotary, "rope_type", None) not in _FIXED:
+    if getattr(rotary, "rope_type", None) not in FIXED:
         raise NotProven(f"its rope, {getattr(rotary, 'rope_type', type(rotary).__name__)}, may change with the length")
     device = rotary.inv_freq.device
     cos, sin = rotary(torch.empty(1, device=device), torch.arange(_PROBED, device=device)[None])
