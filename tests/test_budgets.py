@@ -12,7 +12,7 @@ PARTS = {
     "torch": ("dispatch/torch", (), 17_220),
     "serving": ("dispatch/serving", (), 600),
     "vllm": ("dispatch/vllm", (), 2_160),
-    "tests": ("tests", (), 48_880),
+    "tests": ("tests", (), 48_890),
 }
 
 

@@ -9,17 +9,14 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from skuda.tools.studies import certify_rank, parallel_rank
 from skuda.torch import Dynamic, RowLinear, TorchGroup, quantize_
 from skuda.torch.certification import ways
-from skuda.torch.exact.exact import exact_
 from skuda.vllm import certified as vllm_ways
 
 LONG = 1000.0
@@ -143,6 +140,10 @@ class FakeEngine:
     """What vLLM's `LLM` does, by `skuda.torch`: it scores prompts, and has the second time what it had the first."""
 
     def __init__(self, model, **options):
+        from transformers import AutoModelForCausalLM  # not above: other ranks need none of it
+
+        from skuda.torch.exact.exact import exact_
+
         floats = AutoModelForCausalLM.from_pretrained(model, dtype=options["dtype"])
         self.change(floats)
         quantize_(floats, Dynamic(), lambda *_: True)
@@ -197,11 +198,6 @@ class EngineWithoutACache(FakeEngine):
         return super().answer(ids, asked)
 
 
-def served(*given, engine=FakeEngine, **job):
+def served(*given, engine, **job):
     sys.modules["vllm"] = SimpleNamespace(LLM=engine, SamplingParams=dict)
     return vllm_ways.serve(*given, **job)
-
-
-served_with_a_wrong_bit = partial(served, engine=EngineWithAWrongBit)
-served_with_rounded_weights = partial(served, engine=EngineThatRounds)
-served_without_a_cache = partial(served, engine=EngineWithoutACache)

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,10 +170,18 @@ def test_its_weights_have_the_digests_of_the_model_of_torch_or_the_first_that_di
     assert first_difference(known, found | {"x": ""}, "vLLM") != first_difference(known, known | {"x": ""}, "vLLM")
 
 
-def test_an_engine_knows_the_options_of_a_certificate(tmp_path):
+def test_an_engine_knows_what_a_certificate_asks_for(tmp_path):
     given = certified.options(str(tmp_path), "bfloat16", 200)
     EngineArgs(**given, max_num_batched_tokens=64, tensor_parallel_size=2)
     assert given["kv_cache_dtype"] == CACHE_DTYPE
+
+    def generate(prompts, asked, *, use_tqdm):
+        """Answer requests that read the cache and ask for one token's log-probability, here minus itself."""
+        assert {(one.skip_reading_prefix_cache, one.num_logprobs) for one in asked} == {(False, 1)}
+        new = [{token: SimpleNamespace(logprob=-token) for token in one.logprob_token_ids} for one in asked]
+        return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=[one])], num_cached_tokens=128) for one in new]
+
+    assert certified._warm(SimpleNamespace(generate=generate), [[5, 6, 7], [8, 9]]) == [[-6, -7], [-9]]
 
 
 def test_a_floating_checkpoint_is_quantized_while_it_is_loaded(model):

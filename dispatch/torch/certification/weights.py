@@ -18,7 +18,7 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     found = {}
     for name, tensor in tensors:
         if name.rpartition(".")[2] in _COUNTED:
-            made = hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+            made = hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())
             shape = [size for size in tensor.shape if size != 1]
             found[name] = f"{str(tensor.dtype).removeprefix('torch.')} {shape} {made.hexdigest()[:_DIGITS]}"
     return found

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -102,30 +103,35 @@ def run_with_vllm(run, monkeypatch):
     monkeypatch.setattr(certify, "place_of_ranks", lambda *_, **__: (None, "gloo"))
 
     def run_with_vllm(engine, **options):
-        monkeypatch.setattr(certified, "serve", getattr(rank_faults, engine))
+        monkeypatch.setattr(certified, "serve", partial(rank_faults.served, engine=getattr(rank_faults, engine)))
         return run("qwen2", engine="vllm", **options)
 
     return run_with_vllm
 
 
 @pytest.mark.parametrize(
-    ("engine", "ranks", "differ", "note"),
+    ("engine", "options", "differ", "note"),
     [
-        ("served", 2, [], ""),
-        ("served_with_a_wrong_bit", 1, ["vLLM in chunks"], "prompt 0, token 2 has"),
+        ("FakeEngine", {}, [], ""),
         (
-            "served_with_rounded_weights",
-            1,
+            "EngineWithAWrongBit",
+            {"ranks": 1, "layers": 1},
+            ["vLLM in chunks"],
+            "; all 23 tensors of weights are the same",
+        ),
+        (
+            "EngineThatRounds",
+            {"ranks": 1},
             ["vLLM alone", "vLLM in a batch", "vLLM after a warm prefix", "vLLM in chunks"],
             "first in the weights model.layers.1.mlp.up_proj.weight: vLLM has int8 [192, 128]",
         ),
     ],
 )
-def test_vllm_is_the_same_model_or_what_differs_is_named(run_with_vllm, engine, ranks, differ, note):
-    status, record, _, err = run_with_vllm(engine, ranks=ranks)
+def test_vllm_is_the_same_model_or_what_differs_is_named(run_with_vllm, engine, options, differ, note):
+    status, record, _, err = run_with_vllm(engine, **options)
     found = {way["name"]: way for way in record["exact"]["ways"]}
     assert [name for name, way in found.items() if not way["same"]] == differ
-    assert len([name for name in found if "vLLM" in name]) == 3 + ranks
+    assert len([name for name in found if "vLLM" in name]) == (4 if "ranks" in options else 5)
     assert status == bool(differ)
     if differ:
         assert note in found[differ[0]]["note"]
@@ -134,9 +140,9 @@ def test_vllm_is_the_same_model_or_what_differs_is_named(run_with_vllm, engine, 
 
 def test_a_prefix_that_was_computed_again_is_no_way_of_vllm(run_with_vllm):
     with pytest.raises(InvalidProblem, match="prompts must have one of more than 129 tokens for vLLM; had 1"):
-        run_with_vllm("served", ranks=1, prompts=1)
+        run_with_vllm("FakeEngine", ranks=1, prompts=1)
     with pytest.raises(SkudaError, match="computed a prefix of 129 tokens again: 0 of them came from its cache"):
-        run_with_vllm("served_without_a_cache", ranks=1)
+        run_with_vllm("EngineWithoutACache", ranks=1)
 
 
 def test_a_folder_with_a_config_is_a_random_model(run, tmp_path):
