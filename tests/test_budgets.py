@@ -9,10 +9,10 @@ PARTS = {
     # Part: its folder, the folders in it that do not count, and the most lines.
     "tools": ("tools", (), 11_800),
     "dispatch without torch and engines": ("dispatch", ("torch", "serving", "vllm"), 11_000),
-    "torch": ("dispatch/torch", (), 17_160),
+    "torch": ("dispatch/torch", (), 17_220),
     "serving": ("dispatch/serving", (), 600),
-    "vllm": ("dispatch/vllm", (), 2_000),
-    "tests": ("tests", (), 48_700),
+    "vllm": ("dispatch/vllm", (), 2_160),
+    "tests": ("tests", (), 48_890),
 }
 
 

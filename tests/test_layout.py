@@ -68,6 +68,7 @@ ORDER = (
     "vllm.sampler_v2",
     "vllm.adapters",
     "vllm.exact",
+    "vllm.certified",
     "vllm",
 )
 """Parts of `skuda`, each before those that may import it."""

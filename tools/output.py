@@ -163,9 +163,14 @@ def chosen(
     """Return the values of an option as `split` does; `refuse` an unknown one."""
     values, known = split(given), tuple(known)
     for value in values:
-        if value not in known:
-            refuse(command, option, value, known, kind=kind, more=more)
+        one_of(command, option, value, known, kind=kind, more=more)
     return values
+
+
+def one_of(command: str, what: str, had: str | None, known: Iterable[str], *, kind: str = "", more: str = "") -> None:
+    """Raise as `refuse` does for a word that is not known. None stands for no word."""
+    if had is not None and had not in (known := tuple(known)):
+        refuse(command, what, had, known, kind=kind, more=more)
 
 
 def refuse(command: str, what: str, had: str, known: Iterable[str], *, kind: str = "", more: str = "") -> NoReturn:
@@ -183,14 +188,14 @@ def refuse(command: str, what: str, had: str, known: Iterable[str], *, kind: str
     raise InvalidProblem(command, what, repr(had), rule + (f"; {more}" if more else ""))
 
 
-def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
+def nearest(word: str, known: Iterable[str]) -> list[str]:
     """Return the known words that are most similar to `word`, best first; ``s8`` for ``int8``, ``f16`` for ``half``."""
     known = tuple(known)
     word = {"half": "f16", "float": "f32", "double": "f64"}.get(word.lower(), word)
     # int8 is s8, uint4 is u4, float16 and fp16 are f16, bfloat16 is bf16.
     element = re.sub(r"^(?:i|int)(?=\d)", "s", word.lower().replace("uint", "u"))
     element = re.sub(r"(?:float|fp)(?=\d)", "f", element)
-    return [element] if element in known else get_close_matches(word, known, n=most, cutoff=0.55)
+    return [element] if element in known else get_close_matches(word, known, cutoff=0.55)
 
 
 def folded(sku_id: str, width: int) -> str:

@@ -11,10 +11,13 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from skuda.tools.studies import certify_rank, parallel_rank
-from skuda.torch import RowLinear, TorchGroup
+from skuda.torch import Dynamic, RowLinear, TorchGroup, quantize_
+from skuda.torch.certification import ways
+from skuda.vllm import certified as vllm_ways
 
 LONG = 1000.0
 
@@ -131,3 +134,70 @@ def local_maxima(job, rank, save):
 
     TorchGroup.max = local
     certified(job, rank, save)
+
+
+class FakeEngine:
+    """What vLLM's `LLM` does, by `skuda.torch`: it scores prompts, and has the second time what it had the first."""
+
+    def __init__(self, model, **options):
+        from transformers import AutoModelForCausalLM  # not above: other ranks need none of it
+
+        from skuda.torch.exact.exact import exact_
+
+        floats = AutoModelForCausalLM.from_pretrained(model, dtype=options["dtype"])
+        self.change(floats)
+        quantize_(floats, Dynamic(), lambda *_: True)
+        exact_(floats)
+        self.model, self.options, self.known, self.seen = floats, options, {}, set()
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+    def change(self, floats):
+        """Leave the model as it is."""
+
+    def apply_model(self, function):
+        return [function(self.model)]
+
+    def scores(self, ids):
+        given = [torch.tensor(ids)]
+        return ways.run(self.model, given, ways.batches(given, 2, torch.Generator())[ways.LEFT])[0].tolist()
+
+    def generate(self, prompts, asked, *, use_tqdm):
+        return [self.answer(each["prompt_token_ids"], one) for each, one in zip(prompts, asked, strict=True)]
+
+    def answer(self, ids, asked):
+        cached = len(ids) if tuple(ids) in self.seen else 0
+        self.seen.add(tuple(ids))
+        following = asked.get("logprob_token_ids", [])
+        whole = (*ids, *following)
+        if whole not in self.known:
+            self.known |= {whole[: end + 2]: score for end, score in enumerate(self.scores(whole))}
+        each = [{whole[end]: SimpleNamespace(logprob=self.known[whole[: end + 1]])} for end in range(1, len(whole))]
+        prompt, new = (None, each[-1:]) if following else ([None, *each], None)
+        return SimpleNamespace(
+            prompt_logprobs=prompt, outputs=[SimpleNamespace(logprobs=new)], num_cached_tokens=cached
+        )
+
+
+class EngineWithAWrongBit(FakeEngine):
+    def scores(self, ids):
+        found = super().scores(ids)
+        if "max_num_batched_tokens" in self.options:
+            found[-1] = float(np.nextafter(np.float32(found[-1]), np.float32(0)))
+        return found
+
+
+class EngineThatRounds(FakeEngine):
+    def change(self, floats):
+        weight = floats.model.layers[1].mlp.up_proj.weight.data
+        weight.copy_(weight.to(torch.float8_e4m3fn))
+
+
+class EngineWithoutACache(FakeEngine):
+    def answer(self, ids, asked):
+        self.seen.clear()
+        return super().answer(ids, asked)
+
+
+def served(*given, engine, **job):
+    sys.modules["vllm"] = SimpleNamespace(LLM=engine, SamplingParams=dict)
+    return vllm_ways.serve(*given, **job)

@@ -16,6 +16,8 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, DynamicLinear, SmoothStatic, dequantize_, fold_, fuse_, quantize_
+from skuda.torch.certification.certificate import certify
+from skuda.torch.exact.exact import exact_
 from skuda.torch.models.folded import FOLDED
 
 peft = pytest.importorskip("peft")
@@ -182,6 +184,18 @@ def test_layers_with_adapters_are_not_folded():
     assert len(folding.folded) == 4  # gate and up, and down, of two layers
     assert "it is an adapter" in folding.not_folded["base_model.model.model.layers.0.input_layernorm"]
     assert same(logits(model, ids), want)
+
+
+def test_a_model_with_adapters_is_not_exact_and_has_no_certificate():
+    """Its server would not have them."""
+    adapted = with_lora(llama(fresh()))
+    for check in (
+        partial(exact_, adapted),
+        partial(certify, adapted),
+        partial(certify, llama(fresh()), trainer=adapted),
+    ):
+        with pytest.raises(InvalidProblem, match=r"(model|trainer) must have none: merge them .* had adapters of peft"):
+            check()
 
 
 def test_dequantized_layers_keep_their_adapters_and_stay_frozen():

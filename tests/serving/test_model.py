@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from support import fresh
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -20,10 +22,14 @@ from vllm_layers import default_dtype, described, memory, ready, reloading
 
 import skuda.torch
 from skuda.registry import InvalidProblem
+from skuda.torch.certification.weights import digests, first_difference
+from skuda.torch.exact.exact import exact_
 from skuda.torch.formats.int4 import StoredPacked
 from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.hf.scheme import ActivationScheme, Scheme, SchemeGroup
 from skuda.torch.int4 import int4_weight
+from skuda.vllm import certified
+from skuda.vllm.attention import CACHE_DTYPE
 
 GROUP = 64
 OWN = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, StoredPacked(GROUP)),), ("lm_head",), own=True)
@@ -140,6 +146,42 @@ def test_new_weights_land_in_the_same_memory(model, quantization, first, form, w
     got, want = outputs(given), outputs(processed(other))
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
     assert not torch.equal(got, before)
+
+
+def test_its_weights_have_the_digests_of_the_model_of_torch_or_the_first_that_differs_is_named(model):
+    """Also where layers are joined, have biases, or a vocabulary is padded."""
+    rng, more = fresh(), {"vocab_size": 100, "attention_bias": True}
+    own = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(CONFIG | more))).bfloat16()
+    weights = {
+        name: torch.from_numpy(rng.standard_normal(w.shape) / 8).bfloat16() for name, w in own.state_dict().items()
+    }
+    own.load_state_dict(weights)
+    skuda.torch.quantize_(own, skuda.torch.Dynamic(), lambda *_: True)
+    exact_(own)
+    given = model("skuda", dict, **more, quantization_config={"quant_method": "skuda", "head": True})
+    given.load_weights(weights.items())
+    known, found = digests(own.state_dict().items()), certified.weights_of(processed(given))
+    assert first_difference(known, found, "vLLM") == f"; all {len(found)} tensors of weights are the same"
+    given.model.layers[1].self_attn.qkv_proj.bias.data[-1] += 1
+    found = certified.weights_of(given)
+    assert "first in the weights model.layers.1.self_attn.v_proj.bias: vLLM has bfloat16 [32] " in first_difference(
+        known, found, "vLLM"
+    )
+    assert first_difference(known, found | {"x": ""}, "vLLM") != first_difference(known, known | {"x": ""}, "vLLM")
+
+
+def test_an_engine_knows_what_a_certificate_asks_for(tmp_path):
+    given = certified.options(str(tmp_path), "bfloat16", 200)
+    EngineArgs(**given, max_num_batched_tokens=64, tensor_parallel_size=2)
+    assert given["kv_cache_dtype"] == CACHE_DTYPE
+
+    def generate(prompts, asked, *, use_tqdm):
+        """Answer requests that read the cache and ask for one token's log-probability, here minus itself."""
+        assert {(one.skip_reading_prefix_cache, one.num_logprobs) for one in asked} == {(False, 1)}
+        new = [{token: SimpleNamespace(logprob=-token) for token in one.logprob_token_ids} for one in asked]
+        return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=[one])], num_cached_tokens=128) for one in new]
+
+    assert certified._warm(SimpleNamespace(generate=generate), [[5, 6, 7], [8, 9]]) == [[-6, -7], [-9]]
 
 
 def test_a_floating_checkpoint_is_quantized_while_it_is_loaded(model):

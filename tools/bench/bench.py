@@ -48,7 +48,7 @@ from skuda.tools.options import (
     argument,
     option,
 )
-from skuda.tools.output import Report, chosen, refuse, split
+from skuda.tools.output import Report, chosen, one_of, split
 from skuda.tools.parse.cases import BenchCase, random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.parse.shapes import read_rows, read_shapes
 from skuda.tools.verify.fingerprint import source_hash
@@ -81,8 +81,7 @@ def measure(
     dispatcher = Dispatcher()
     registry = dispatcher.registry
     cases = cases_of(registry, split(ops), split(shapes), split(m), split(element), random, seed)
-    if backend is not None and backend not in registry.backends:
-        refuse("bench", "--backend", backend, tuple(registry.backends))
+    one_of("bench", "--backend", backend, registry.backends)
     known = dict.fromkeys(rival.name for case in cases for rival in rivals_of(case.problem))
     wanted = chosen("bench", "--rivals", rivals, known)
     device = next((one for one in dispatcher.devices if one.processor == "cuda"), None)

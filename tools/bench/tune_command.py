@@ -37,7 +37,7 @@ from skuda.tools.options import (
     option,
     own_options,
 )
-from skuda.tools.output import chosen, progress, refuse, split, tell, words
+from skuda.tools.output import OP_WORDS, chosen, one_of, progress, split, tell, words
 from skuda.tools.parse.cases import random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.parse.problem import describe, pairs
 from skuda.tools.parse.shapes import read_shapes
@@ -120,8 +120,7 @@ def tune(
     # The default tuning is off, because it must not change the ranking to compare with.
     dispatcher = Dispatcher(tuning="")
     registry, device = dispatcher.registry, dispatcher.devices[0]
-    if backend is not None and backend not in registry.backends:
-        refuse("tune", "--backend", backend, tuple(registry.backends))
+    one_of("tune", "--backend", backend, registry.backends)
     seed = fresh_seed() if seed is None else seed
     drawn = {"--shapes": split(shapes), "--element": split(element), "--random": random}
     problems = list(dict.fromkeys(_problems(registry, ops, drawn, seed, own_options)))
@@ -155,8 +154,7 @@ def _problems(
             raise InvalidProblem("tune", name, f"{rest[0]} beside it", "be left out where an op's fields are given")
     if len(names) > 1:
         raise InvalidProblem("tune", "OPS", f"{rest[0]} behind {len(names)} of them", "be one where its fields follow")
-    if names[0] not in registry.ops:
-        refuse("tune", "OPS", names[0], registry.ops, kind="a registered op", more="`skuda list` names all")
+    one_of("tune", "OPS", names[0], registry.ops, **OP_WORDS)
     problem, assumed = describe(registry.ops[names[0]], rest, own_options)
     for text in pairs(assumed):
         tell(f"assumed {text}", "dim")

@@ -20,7 +20,7 @@ from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.tools.files import check
 from skuda.tools.frame.record import Record
 from skuda.tools.frame.view import Sections, markdown
-from skuda.tools.output import progress, refuse, split, stdout, tell
+from skuda.tools.output import one_of, progress, split, stdout, tell
 
 _PACKAGES = ("numpy", "torch", "triton", "torchao")
 _Kind = TypeVar("_Kind", bound=Record)
@@ -124,8 +124,7 @@ def shown(
     """Print what was measured: JSON, a report for a person, or in a pipe Markdown, of all or of one section."""
     together = [part for name, parts in sections.items() if name not in set(apart) for part in parts]
     if section is not None:
-        if section not in (*sections, "all"):
-            refuse(command, "--markdown", section, ("all", *sections))
+        one_of(command, "--markdown", section, ("all", *sections))
         sys.stdout.write(markdown(sections.get(section, together)))
     elif as_json:
         sys.stdout.write(text)

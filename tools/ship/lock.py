@@ -162,10 +162,11 @@ def make_lock(dispatcher: Dispatcher, problems: Iterable[Descriptor], devices: M
     selection: dict[str, list[Row]] = {op: [] for op in registry.ops}
     for problem in problems:
         candidates = registry.candidates(problem.key())
+        answers = {name: _answer(dispatcher, problem, device) for name, device in devices.items()}
         row = Row(
             problem=problem.model_dump(mode="json", exclude_defaults=True),
             kernels=_parted(candidates[0])[0] if candidates else "",
-            on=_together({name: _answer(dispatcher, problem, device) for name, device in devices.items()}),
+            on={", ".join(n for n, found in answers.items() if found == each): each for each in answers.values()},
         )
         selection[problem.op_name()].append(row)
     return Lock(
@@ -174,11 +175,6 @@ def make_lock(dispatcher: Dispatcher, problems: Iterable[Descriptor], devices: M
         skus={name: tuple(ids) for name, ids in sorted(skus.items())},
         selection={op: tuple(rows) for op, rows in selection.items() if rows},
     )
-
-
-def _together(answers: dict[str, Answer]) -> dict[str, Answer]:
-    """Return answers with the names of all devices that have the same one."""
-    return {", ".join(n for n, found in answers.items() if found == each): each for each in answers.values()}
 
 
 def _answer(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> Answer:

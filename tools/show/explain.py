@@ -26,9 +26,9 @@ from skuda.tools.output import (
     folded,
     heading,
     indented,
+    one_of,
     plain_table,
     present,
-    refuse,
     split,
     stdout,
     words,
@@ -95,12 +95,10 @@ def run(
     if show_help:
         return _show_fields(op)
     card = None if device == "here" else named_device("explain", device, others=("here",))[1]
-    if backend is not None and backend not in registry.backends:
-        refuse("explain", "--backend", backend, registry.backends)
+    one_of("explain", "--backend", backend, registry.backends)
     ids = [each.id for each in registry.skus_of(op.name)]
-    if sku is not None and sku not in ids:
-        more = f"`skuda list --skus --op {op.name}` names all"
-        refuse("explain", "--sku", sku, ids, kind=f"a kernel of {op.name}", more=more)
+    more = f"`skuda list --skus --op {op.name}` names all"
+    one_of("explain", "--sku", sku, ids, kind=f"a kernel of {op.name}", more=more)
     preference = PlanPreference(
         backend=backend,
         sku=sku,
@@ -153,8 +151,7 @@ def _op_of(registry: Registry, tokens: Sequence[str]) -> tuple[Op, list[str]]:
     if at is None:
         raise InvalidProblem("explain", "OP", "nothing", "be named first; `skuda list` names the ops")
     name = rest.pop(at)
-    if name not in registry.ops:
-        refuse("explain", "OP", name, registry.ops, **OP_WORDS)
+    one_of("explain", "OP", name, registry.ops, **OP_WORDS)
     return registry.ops[name], rest
 
 
@@ -164,8 +161,7 @@ def _given(name: str, given: Words, fields: Mapping[str, FieldInfo]) -> dict[str
     for item in split(given):
         field, equals, text = item.partition("=")
         field = field.strip().replace("-", "_")
-        if field not in fields:
-            refuse("explain", name, field, fields)
+        one_of("explain", name, field, fields)
         asked[field] = convert(fields[field], text.strip() if equals else "true")
     return asked
 

@@ -20,7 +20,7 @@ from skuda.registry.text import one_line
 from skuda.tools.files import check
 from skuda.tools.frame.run import NoDevice, fresh_seed, need, silent
 from skuda.tools.options import Json, Number, Output, Seed, argument, flag, number, option
-from skuda.tools.output import progress, refuse, stdout, tell
+from skuda.tools.output import one_of, progress, stdout, tell
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -36,13 +36,14 @@ _SIZES = {
     "max_position_embeddings": 4096,
 }
 _WINDOWS = {"mistral": {"sliding_window": 100}}
-_MOST_RANKS, _WHERE = 8, ("auto", "gpu", "host")
+_MOST_RANKS = 8
 
 
 def run(
     model: Annotated[str, argument("MODEL", "What transformers loads; or llama, mistral, qwen2, qwen3.")],
     *,
     device: Annotated[str, option("WHERE", "gpu or host; else a GPU where torch sees one.")] = "auto",
+    engine: Annotated[str, option("NAME", "transformers, or vllm: vLLM serves the model, too.")] = "transformers",
     ranks: Annotated[Number, number("Ranks that share the layers; 2 on the CPU, or all GPUs, if left out.")] = None,
     batch: Annotated[int, number("Sequences of the largest batch; 16 if left out.", least=2)] = 16,
     cpu_layers: Annotated[
@@ -62,15 +63,19 @@ def run(
     a hash of each way and, without a terminal, a line as each ends; the record of --output grows with them. Exits with
     1 where one differs, and names the first layer, op and row. The models named llama, mistral, qwen2 and qwen3 are
     small and random, and so is one whose folder has only a config. Needs transformers.
+
+    With --engine vllm, exact vLLM serves the same floating checkpoint on GPUs: prompts alone, in a batch, after a warm
+    prefix, in chunks, and on ranks. Where it differs, the first weights that do are named.
     """
     if output is not None:
         check("certify", "--output", output)
-    if device not in _WHERE:
-        refuse("certify", "--device", device, _WHERE)
-    need("torch", "transformers")
+    one_of("certify", "--engine", engine, ("transformers", "vllm"))
+    one_of("certify", "--device", device, ("auto", "gpu", "host"))
+    need("torch", engine, "transformers")
     import torch
 
     from skuda.torch.certification.certificate import certify
+    from skuda.vllm.certified import ways_of
 
     seed = fresh_seed() if seed is None else seed
     on_gpu = device == "gpu" or (device == "auto" and torch.cuda.is_available())
@@ -91,10 +96,14 @@ def run(
         cut = {name: n for name, n in (("layers", layers), ("prompts", prompts)) if n is not None}
         course = _Course({"model": model, "device": card, "seed": seed, **cut}, output, shown=watch is None)
         served, trained = exact(floats, Path(folder)), exact(floats, None)
-        others = {f"on {count} ranks": _Ranks(count, Path(folder, "model.pt"), on_gpu)} if count > 1 else {}
-        given: dict[str, Any] = {"prompts": prompts, "seed": seed, "batch": batch, "report": told}
-        given |= {"cpu_layers": cpu_layers}
-
+        drawn: dict[str, Any] = {"prompts": prompts, "seed": seed, "batch": batch}
+        others: dict[str, Any] = {}
+        if count > 1:
+            others[f"on {count} ranks"] = _Ranks(count, Path(folder, "model.pt"), on_gpu)
+        if engine == "vllm":
+            place_of_ranks(count, cpu=False)
+            others |= ways_of(served, floats, str(Path(folder, "floats")), ranks=count, **drawn)
+        given = drawn | {"report": told, "cpu_layers": cpu_layers}
         found = certify(served, trainer=trained, others=others, done=course.of("exact"), **given)
         beside = certify(floats, compiler="", done=course.of("plain"), **given) if plain else None
     course.known |= {"exact": asdict(found), **({} if beside is None else {"plain": asdict(beside)})}
@@ -148,13 +157,15 @@ class _Course:
 
 def _cut(model: Any, layers: int | None) -> None:
     """Leave the first layers of a model, if a number is given."""
-    most = model.config.num_hidden_layers
+    config, most = model.config, model.config.num_hidden_layers
     if layers is None:
         return
     if not 1 <= layers <= most:
         raise InvalidProblem("certify", "--layers", str(layers), f"be at least 1 and at most {most}, those of MODEL")
     model.base_model.layers = model.base_model.layers[:layers]
-    model.config.num_hidden_layers = layers
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
 
 
 def loaded(name: str, seed: int, place: Any) -> Any:

@@ -13,16 +13,14 @@ from typing import Annotated, Any
 
 from skuda.dispatch.select.environment import skuda_version, versions
 from skuda.dispatch.system.writing import write_whole
-from skuda.registry.cached import cached_property
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import one_line
 from skuda.tools.files import check, read_json, read_text
 from skuda.tools.frame.run import need, shown, silent
 from skuda.tools.frame.view import Parts, Table
 from skuda.tools.options import File, Json, Output, Word, Words, argument, flag, number, option
-from skuda.tools.output import Report, progress, refuse
+from skuda.tools.output import Report, one_of, progress
 
-_ENGINES, _WHERE = ("transformers", "vllm"), ("auto", "gpu", "host")
 _LIKELIEST = 20
 """Tokens whose log-probabilities vLLM returns."""
 _BOUND = f"a lower bound: that of the engine's {_LIKELIEST} likeliest tokens, and of all others as one"
@@ -64,9 +62,8 @@ def run(
     for name, path in (("--output", output), ("--plot", plot)):
         if path is not None:
             check("evaluate", name, path)
-    for name, had, known in (("--engine", engine, _ENGINES), ("--device", device, _WHERE)):
-        if had not in known:
-            refuse("evaluate", name, had, known)
+    one_of("evaluate", "--engine", engine, ("transformers", "vllm"))
+    one_of("evaluate", "--device", device, ("auto", "gpu", "host"))
     configs: list[Any] = [_config(given) for given in quantize or ()] or [None]
     by_us, planned = engine != "vllm", any("budget" in (config or {}) for config in configs)
     for wrong, name, had, rule in (
@@ -134,21 +131,17 @@ class _Work:
         on_gpu = device == "gpu" or (device == "auto" and torch.cuda.is_available())
         self.place = torch.device("cuda" if on_gpu else "cpu")
         self.card = torch.cuda.get_device_name() if on_gpu else "cpu"
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return self._loaded("AutoTokenizer", self.model)
+        self.tokenizer = self._loaded("AutoTokenizer", model)
 
     def windows(self, path: Path, count: int, skip: int) -> list[Any]:
         """Return windows of a text as ids of shape (1, T)."""
         from skuda.torch.evaluation.windows import windows
 
-        tokenizer = self._tokenizer
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:
             raise InvalidProblem("evaluate", "--text", str(path), f"be a readable text ({error})") from error
-        return windows(tokenizer, text, count, self.length, skip, path.name)
+        return windows(self.tokenizer, text, count, self.length, skip, path.name)
 
     def rows(
         self, windows: Sequence[Any], configs: Sequence[Any], seen: Sequence[Any], *, by_layer: bool, by_vllm: bool

@@ -23,8 +23,8 @@ from skuda.tools.output import (
     count,
     folded,
     indented,
+    one_of,
     progress,
-    refuse,
     stderr,
     stdout,
     table_of,
@@ -125,8 +125,7 @@ def _device(dispatcher: Dispatcher, name: str | None) -> Device | None:
     if name is None:
         return next(iter(cuda.values()), None)
     known = {**cuda, "cpu": next(found for found in here if found.processor == "cpu")}
-    if name not in known:
-        refuse("verify", "--device", name, known)
+    one_of("verify", "--device", name, known)
     return known[name]
 
 

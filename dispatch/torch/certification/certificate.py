@@ -22,7 +22,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.certification.recorder import Recorder, Site
 from skuda.torch.certification.ways import ALONE, FIXED, LEFT, Batch, Logprobs, batches, cache_name, cache_of, keep, run
-from skuda.torch.models.replaceable_layers import check_count
+from skuda.torch.models.replaceable_layers import check_count, check_no_adapters
 from skuda.torch.ops.tensor_op import refuse_other
 
 LENGTHS = (3, 130, 41, 7, 200)
@@ -120,7 +120,8 @@ def certify(
         The backend of `torch.compile`: by default ``inductor`` on a GPU, and ``aot_eager`` on a CPU. With an
         empty one, nothing is compiled.
     others : mapping, optional
-        Further ways by name: functions that return the log-probabilities of prompts.
+        Further ways by name: functions that return the log-probabilities of prompts. One that differs and has a method
+        ``why`` says more with it.
     report : callable, optional
         Called with the name of each way before it is run.
     done : callable, optional
@@ -133,9 +134,9 @@ def certify(
     Raises
     ------
     InvalidProblem
-        For a prompt of less than two tokens, or a batch of less than two.
+        For a prompt of less than two tokens, a batch of less than two, or a model with adapters.
     """
-    _check(model, prompts, seed, batch)
+    _check(model, trainer, prompts, seed, batch)
     rng = torch.Generator().manual_seed(seed)
     if prompts is None or isinstance(prompts, int):
         lengths = LENGTHS[:prompts]
@@ -154,7 +155,11 @@ def certify(
         runs["captured steps"] = partial(_captured, model, prompts)
     if trainer is not None:
         runs["in training"] = partial(run, trainer, prompts, ways[LEFT], recorded=True)
-    runs |= {name: partial(other, prompts) for name, other in (others or {}).items()}
+    why: dict[str, Callable[[], str]] = {
+        name: partial(located, model, prompts, ways[ALONE], several) for name, several in ways.items()
+    }
+    for name, other in (others or {}).items():
+        runs[name], why[name] = partial(other, prompts), getattr(other, "why", str)
     found: list[Way] = []
     work = _Work(ways, [*runs, *["on the CPU"] * on_gpu], done)
     want: Logprobs = {}
@@ -162,8 +167,8 @@ def certify(
         got = each()
         want = want or got
         note = difference(want, got)
-        if note and name in ways:
-            note += located(model, prompts, ways[ALONE], ways[name])
+        if note and name in why:
+            note += why[name]()
         found.append(Way(name, digest(got), not note, note))
         work.end(found[-1])
     if on_gpu:
@@ -172,10 +177,13 @@ def certify(
     return Certificate(tuple(found), sum(map(len, want.values())))
 
 
-def _check(model: Any, prompts: Any, seed: object, batch: object) -> None:
+def _check(model: Any, trainer: Any, prompts: Any, seed: object, batch: object) -> None:
     """Raise `InvalidProblem` for arguments of `certify` of a wrong kind."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise InvalidProblem("certify", "model", shown(model), "be a language model of transformers")
+    for field, each in (("model", model), ("trainer", trainer)):
+        if each is not None:
+            check_no_adapters("certify", field, each)
     check_count("certify", "batch", batch, least=2)
     check_count("certify", "seed", seed)
     if int(seed) >= 1 << 64:  # type: ignore[call-overload]

@@ -27,7 +27,7 @@ from skuda.torch.fuse.fuse import LAYER, Fusion, become, fuse_, gated_form, norm
 from skuda.torch.fuse.fused_modules import Fused, FusedAttention, MLPForm
 from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.linear.joined import Part, int8_layers, is_joined
-from skuda.torch.models.replaceable_layers import check_model
+from skuda.torch.models.replaceable_layers import check_model, check_no_adapters
 from skuda.torch.models.source import Forward, NotProven
 from skuda.torch.training.layers import FakeQuantLinear, MixedLinear
 
@@ -74,6 +74,7 @@ def exact_(model: nn.Module) -> Fusion:
         For a part that cannot be exact. Nothing has changed then.
     """
     check_model("exact_", model, None)
+    check_no_adapters("exact_", "model", model)
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
     home = f"transformers.models.{kind}.modeling_{kind}"
     if not isinstance(model, PreTrainedModel) or kind not in FAMILIES or type(model).__module__ != home:

@@ -291,6 +291,13 @@ def has_adapters(model: nn.Module) -> bool:
     return any(True for module in model.modules() for _ in _adapters(module))
 
 
+def check_no_adapters(op: str, name: str, model: nn.Module) -> None:
+    """Raise `InvalidProblem` for a model with adapters of peft."""
+    if has_adapters(model):
+        rule = "have none: merge them into the layers first, as merge_and_unload of peft does"
+        raise InvalidProblem(op, name, "adapters of peft", rule)
+
+
 def _adapters(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the adapters that a module of peft names. Whether they require grad says nothing: they may be loaded."""
     names = getattr(type(module), "adapter_layer_names", ())

@@ -1,6 +1,9 @@
 """`skuda certify`: one hash in all ways, the record, and faults of ranks that it finds."""
 
 import json
+import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
@@ -87,6 +90,61 @@ def test_a_rank_that_dies_ends_it_and_leaves_the_record_so_far(run, tmp_path, ca
     assert lines.count(" s left") == len(record["exact"]["ways"])
 
 
+@pytest.fixture
+def run_with_vllm(run, monkeypatch):
+    """Return a function like `run`, with an engine in vLLM's place, and a prompt longer than a page of its cache."""
+    import rank_faults
+
+    from skuda.torch.certification import certificate as certification
+    from skuda.vllm import certified
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__spec__="here"))
+    monkeypatch.setattr(certification, "LENGTHS", (3, 131))
+    monkeypatch.setattr(certify, "place_of_ranks", lambda *_, **__: (None, "gloo"))
+
+    def run_with_vllm(engine, **options):
+        monkeypatch.setattr(certified, "serve", partial(rank_faults.served, engine=getattr(rank_faults, engine)))
+        return run("qwen2", engine="vllm", **options)
+
+    return run_with_vllm
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "differ", "note"),
+    [
+        ("FakeEngine", {}, [], ""),
+        (
+            "EngineWithAWrongBit",
+            {"ranks": 1, "layers": 1},
+            ["vLLM in chunks"],
+            "; all 23 tensors of weights are the same",
+        ),
+        (
+            "EngineThatRounds",
+            {"ranks": 1},
+            ["vLLM alone", "vLLM in a batch", "vLLM after a warm prefix", "vLLM in chunks"],
+            "first in the weights model.layers.1.mlp.up_proj.weight: vLLM has int8 [192, 128]",
+        ),
+    ],
+)
+def test_vllm_is_the_same_model_or_what_differs_is_named(run_with_vllm, engine, options, differ, note):
+    status, record, _, err = run_with_vllm(engine, **options)
+    found = {way["name"]: way for way in record["exact"]["ways"]}
+    assert [name for name, way in found.items() if not way["same"]] == differ
+    assert len([name for name in found if "vLLM" in name]) == (4 if "ranks" in options else 5)
+    assert status == bool(differ)
+    if differ:
+        assert note in found[differ[0]]["note"]
+        assert f"FAIL: other bits {', '.join(differ)}" in err
+
+
+def test_a_prefix_that_was_computed_again_is_no_way_of_vllm(run_with_vllm):
+    with pytest.raises(InvalidProblem, match="prompts must have one of more than 129 tokens for vLLM; had 1"):
+        run_with_vllm("FakeEngine", ranks=1, prompts=1)
+    with pytest.raises(SkudaError, match="computed a prefix of 129 tokens again: 0 of them came from its cache"):
+        run_with_vllm("EngineWithoutACache", ranks=1)
+
+
 def test_a_folder_with_a_config_is_a_random_model(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**certify._SIZES, dtype="bfloat16")
@@ -102,6 +160,7 @@ def test_a_folder_with_a_config_is_a_random_model(run, tmp_path):
         ({"ranks": 9}, "--ranks must be at least 1 and at most 8"),
         ({"layers": 3}, "--layers must be at least 1 and at most 2"),
         ({"device": "moon"}, "--device must be one of auto, gpu, host"),
+        ({"engine": "other"}, "--engine must be one of transformers, vllm"),
         ({"model": "/nowhere"}, "MODEL must be one of llama, mistral"),
     ],
 )
