@@ -141,10 +141,9 @@ def _table(of_model: Any, attention: Any) -> Tensor:
         _refuse(name, theirs.rope_type, f"have a rope of {', '.join(FIXED)}")
     like = torch.empty(0, dtype=of_model.dtype, device=attention.qkv_proj.weight.device)
     table = RopeTable(theirs).of(like, of_model.max_model_len)
-    known = getattr(rotary, "cos_sin_cache", None)
-    probed = table[:_PROBED]
-    same = known is not None and getattr(rotary, "is_neox_style", False) and known.shape[1:] == probed.shape[1:]
-    if not same or not torch.allclose(known[: len(probed)].float(), probed, rtol=0, atol=_CLOSE):
+    probed, known = table[:_PROBED], getattr(rotary, "cos_sin_cache", table.new_zeros(_PROBED, 0))[:_PROBED].float()
+    same = getattr(rotary, "is_neox_style", False) and known.shape == probed.shape
+    if not same or not torch.allclose(known, probed, rtol=0, atol=_CLOSE):
         _refuse(name, f"a {type(rotary).__name__}", "have the rope of transformers")
     return table
 
