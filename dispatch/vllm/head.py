@@ -109,7 +109,7 @@ class SkudaTiedMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         self.product = _Product(params_dtype, self.quantize.format)
         held = self.product.empty(sum(output_partition_sizes), input_size_per_partition)
         for name, value in zip((_CODES, _CODES_SCALE), held, strict=True):
-            layer.register_buffer(name, value, persistent=False)
+            layer.register_buffer(name, value)  # persistent: a reload of vLLM copies no others
         loader = loading.of_a_layer(layer.weight, layer)
 
         def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any, **named: Any) -> None:

@@ -56,6 +56,8 @@ _HALF = "x1 = x[..., :x.shape[-1] // 2]\nx2 = x[..., x.shape[-1] // 2:]\nreturn 
 _EMBEDDED = re.compile(r"position_embeddings = self\.rotary_emb\(hidden_states, (position_ids=)?position_ids\)")
 FIXED = ("default", "linear", "llama3", "yarn")
 """Types of rope whose frequencies do not change with the length."""
+_ROUNDED = 1e-6
+"""Relative difference of frequencies that were computed on different devices."""
 _PROBED = 64
 """Positions at which a model's rope is compared with its table."""
 
@@ -70,7 +72,7 @@ class RopeTable:
     """
 
     def __init__(self, rotary: Any) -> None:
-        self.rotary = rotary
+        self.rotary, self._frequencies = rotary, _frequencies(rotary)
         self._table: Tensor | None = None
         self._dtype: torch.dtype | None = None
 
@@ -82,12 +84,23 @@ class RopeTable:
         table = self._table
         if table is None or len(table) < positions or table.device != like.device or self._dtype is not like.dtype:
             scaling = float(self.rotary.attention_scaling)
-            made = torch.ops.skuda.rope_table.default(self.rotary.inv_freq.to(like.device), positions, scaling)
+            made = torch.ops.skuda.rope_table.default(self._frequencies.to(like.device), positions, scaling)
             self._table, self._dtype = made.to(like.dtype).float(), like.dtype
         return self._table  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_table": None}
+
+
+def _frequencies(rotary: Any) -> Tensor:
+    """Return a rope's frequencies as a CPU computes them. Powers on a GPU, where a model may be made, differ in bits."""
+    own: Tensor = rotary.inv_freq
+    if not type(rotary).__module__.startswith("transformers.models."):
+        return own
+    with torch.device("cpu"):
+        made: Tensor = type(rotary)(rotary.config).inv_freq
+    same = made.shape == own.shape and made.dtype is own.dtype
+    return made if same and torch.allclose(made, own.cpu(), rtol=_ROUNDED, atol=0) else own
 
 
 class RopeForm(NamedTuple):
