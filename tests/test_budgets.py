@@ -11,8 +11,8 @@ PARTS = {
     "dispatch without torch and engines": ("dispatch", ("torch", "serving", "vllm"), 11_000),
     "torch": ("dispatch/torch", (), 17_160),
     "serving": ("dispatch/serving", (), 600),
-    "vllm": ("dispatch/vllm", (), 2_000),
-    "tests": ("tests", (), 48_700),
+    "vllm": ("dispatch/vllm", (), 2_140),
+    "tests": ("tests", (), 49_060),
 }
 
 
