@@ -12,7 +12,7 @@ PARTS = {
     "torch": ("dispatch/torch", (), 17_160),
     "serving": ("dispatch/serving", (), 600),
     "vllm": ("dispatch/vllm", (), 2_140),
-    "tests": ("tests", (), 49_060),
+    "tests": ("tests", (), 49_080),
 }
 
 

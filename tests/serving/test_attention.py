@@ -150,6 +150,20 @@ def test_what_a_captured_graph_has_more_of_is_zero_and_writes_nothing(alone):
         assert same(server.whole(name), torch.stack(want))
 
 
+def test_tokens_after_rejected_drafts_have_the_bits_without_drafts(alone):
+    rng = fresh()
+    tokens = {"a": drawn(rng, 2, 150), "b": drawn(rng, 2, 9)}
+    drafts, server = {name: each.clone() for name, each in tokens.items()}, Server(rng)
+    drafts["a"][:, 128:] = drawn(rng, 2, 22)
+    server.step(tokens, {"a": 125, "b": 3})
+    server.step(drafts, {"a": 8, "b": 1})
+    server.lengths["a"], server.outputs["a"][-1] = 128, server.outputs["a"][-1][:, :3]
+    server.step(tokens, {"b": 5, "a": 2})
+    server.step(tokens, {"a": 20})
+    for name, each in tokens.items():
+        assert same(server.whole(name), torch.stack([by_transformers(rows)[0] for rows in each]))
+
+
 def test_no_tables_give_zeros_and_leave_the_cache_alone(alone):
     server = Server(fresh())
     layer, output = server.layers[0], torch.full((3, HEADS, SIZE), torch.nan)
