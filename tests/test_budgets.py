@@ -11,8 +11,8 @@ PARTS = {
     "dispatch without torch and engines": ("dispatch", ("torch", "serving", "vllm"), 11_000),
     "torch": ("dispatch/torch", (), 17_220),
     "serving": ("dispatch/serving", (), 600),
-    "vllm": ("dispatch/vllm", (), 2_160),
-    "tests": ("tests", (), 48_890),
+    "vllm": ("dispatch/vllm", (), 2_800),
+    "tests": ("tests", (), 49_500),
 }
 
 

@@ -127,6 +127,32 @@ def chosen(temperature: Tensor, largest_ones: Tensor, drawn: Tensor) -> Tensor:
     return torch.where(temperature < _LEAST_TEMPERATURE, largest_ones, drawn)
 
 
+def verified(drawn: Tensor, drafts: Tensor, starts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Take what was drawn for each request while drafts equal it, and the first that no equal draft stands for.
+
+    Parameters
+    ----------
+    drawn : tensor of shape (rows,)
+        A token for each row. The rows of a request lie together: its next token, and those after each of its drafts.
+    drafts : tensor of shape (rows,)
+        What was guessed for each row; -1 in the last row of a request.
+    starts : tensor of shape (requests,)
+        The first row of each request.
+    most : int
+        The most rows of a request.
+
+    Returns
+    -------
+    tensor, tensor of shape (requests, most)
+        Tokens, -1 where there are no more, and the row of each.
+    """
+    rows = starts[:, None] + torch.arange(most, device=drawn.device)
+    rows = rows.clamp_(max=len(drawn) - 1)
+    right = (drawn == drafts)[rows[:, :-1]].int().cumprod(1).bool()
+    taken = torch.cat([torch.ones_like(rows[:, :1], dtype=torch.bool), right], 1)
+    return drawn[rows].masked_fill(~taken, -1), rows
+
+
 def log_probabilities(logits: Tensor, ids: Tensor | None = None) -> Tensor:
     """Return the log-probabilities of ids of each row, or of all, f32 of shape (rows, ids)."""
     run = torch.ops.skuda.log_softmax_at.default

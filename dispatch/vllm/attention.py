@@ -28,6 +28,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from skuda.kernels.attention.cache import HEAD_SIZES, PAGE
 from skuda.registry.errors import InvalidProblem
@@ -149,21 +150,19 @@ class ExactTablesBuilder(AttentionMetadataBuilder[ExactTables]):  # type: ignore
     Raises
     ------
     InvalidProblem
-        For layers of other kinds or shapes in the model, speculative decoding, and experts with data parallelism.
+        For layers of other kinds or shapes that may share memory with these, and experts with data parallelism.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if vllm_config.speculative_config is not None:
-            _refuse("speculative_config", "one", "be left out: drafts are not tested with it")
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if parallel.data_parallel_size > 1 and model is not None and model.is_moe:
             rule = "be 1 for a model with experts: an idle rank runs dummy tokens, which would be written to the cache"
             _refuse("data_parallel_size", str(parallel.data_parallel_size), rule)
         layers = vllm_config.compilation_config.static_forward_context
-        _check_layers(layers, layers[layer_names[0]])
+        _check_layers(layers, layers[layer_names[0]], vllm_config)
         if device.type == "cuda":
             found = _problems_of_graphs(layers[layer_names[0]], vllm_config)
             want(found, vllm_config.scheduler_config.max_num_batched_tokens)
@@ -307,15 +306,25 @@ def register() -> None:
         logger.info_once("attention_backend=CUSTOM is %s of another plug-in, not skuda's", custom.get_path())
 
 
-def _check_layers(layers: dict[str, Any], first: Any) -> None:
-    """Refuse a model in which memory of a layer can become that of a layer with another cut."""
+def _check_layers(layers: dict[str, Any], first: Any, config: Any) -> None:
+    """Refuse layers, those of a draft model included, where memory of one can become that of one with another cut.
+
+    vLLM lets layers share memory if they lie in several groups, and they lie in one if all need as many blocks.
+    """
     if first.head_size_v != first.impl.head_size:
         _refuse("head_size_v", str(first.head_size_v), f"be that of keys, {first.impl.head_size}")
     wanted = _form(first)
-    for name, layer in layers.items():
-        if isinstance(layer, AttentionLayerBase) and _form(layer) != wanted:
+    others = {name: layer for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
+    forms = {name: _form(layer) for name, layer in others.items()}
+    if set(forms.values()) == {wanted}:
+        return
+    specs = {name: layer.get_kv_cache_spec(config) for name, layer in others.items()}
+    if UniformTypeKVCacheSpecs.is_uniform_type({name: spec for name, spec in specs.items() if spec is not None}):
+        return
+    for name, form in forms.items():
+        if form != wanted:
             rule = f"have {', '.join(map(str, wanted))}, as {first.layer_name}: layers may share memory"
-            _refuse(name, ", ".join(map(str, _form(layer))), rule)
+            _refuse(name, ", ".join(map(str, form)), rule)
 
 
 def _form(layer: Any) -> tuple[Any, ...]:
@@ -326,10 +335,12 @@ def _form(layer: Any) -> tuple[Any, ...]:
 
 
 def _problems_of_graphs(layer: Any, config: Any) -> set[Any]:
-    """Return the problems of the graphs that vLLM captures, a new token in each sequence, and of a long prompt."""
+    """Return the problems of the graphs that vLLM captures, a token and its drafts a sequence, and of a long prompt."""
     impl, most = layer.impl, -(-config.model_config.max_model_len // PAGE)
     pages = config.cache_config.num_gpu_blocks or 1
-    calls = {(size, size) for size in config.compilation_config.cudagraph_capture_sizes or ()}
+    drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+    sizes = config.compilation_config.cudagraph_capture_sizes or ()
+    calls = {(size, -(-size // each)) for size in sizes for each in (1, 1 + drafts)}
     calls.add((config.scheduler_config.max_num_batched_tokens, 1))
     turn = (unturned(torch.device("cpu")) if impl.turn is None else impl.turn()).fields
     found: set[Any] = set()

@@ -21,6 +21,9 @@ from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import logger
 from skuda.vllm.warming import attend
 
+_METHODS = "ngram", "draft_model"
+"""The methods of speculative decoding that are served."""
+
 
 def register() -> None:
     """Let every worker of vLLM that begins after this prepare its kernels, and have what its config asks for."""
@@ -78,6 +81,11 @@ def serve(worker: Any) -> None:
         sampler_v2.install()
     else:
         runner.sampler = sampler.ExactSampler(runner)
+        if config.speculative_config is not None:
+            runner.rejection_sampler = runner.sampler.verify
+            drafter: Any = getattr(runner, "drafter", None)
+            if getattr(drafter, "_enable_probabilistic_draft_probs", False) and not drafter.parallel_drafting:
+                runner.sampler.guide(drafter)
     if runner.device.type == "cuda":
         problems = tokens.problems(config.model_config.get_vocab_size())
         want(problems, config.scheduler_config.max_num_batched_tokens)
@@ -94,19 +102,38 @@ def check(config: Any) -> None:
     Raises
     ------
     InvalidProblem
-        For another attention or cache, adapters, speculative decoding, and what vLLM's own sampler would do.
+        For another attention or cache, adapters, drafts that are not verified here, and what vLLM's own sampler would do.
     """
     backend, dtype = config.attention_config.backend, config.cache_config.cache_dtype
     if backend is not AttentionBackendEnum.CUSTOM or config.attention_config.backend_per_kind:
         _refuse("attention_backend", getattr(backend, "name", backend), "be 'CUSTOM' for all layers")
     if dtype != CACHE_DTYPE:
         _refuse("kv_cache_dtype", dtype, f"be {CACHE_DTYPE!r}")
+    if config.speculative_config is not None:
+        _check_drafts(config)
     absent: dict[str, Any] = {"enable_lora": config.lora_config is not None}
-    absent |= {"speculative_config": config.speculative_config, "watermark_config": _of(config, "watermark_config")}
+    absent |= {"watermark_config": _of(config, "watermark_config")}
     absent |= {name: _of(config.model_config, name) for name in ("use_fp64_gumbel", "return_sampling_mask")}
     for name, given in absent.items():
         if given:
             _refuse(name, given if given is True else type(given).__name__, "be left out")
+
+
+def _check_drafts(config: Any) -> None:
+    """Refuse drafts with which tokens would not be those without them."""
+    given, reasoning = config.speculative_config, config.structured_outputs_config.reasoning_parser
+    if given.method not in _METHODS:
+        rule = f"be {' or '.join(map(repr, _METHODS))}: no others are tested"
+        _refuse("speculative_config.method", given.method, rule)
+    if given.rejection_sample_method != "standard":
+        rule = "be 'standard': a draft is taken only if it is the token without drafts"
+        _refuse("speculative_config.rejection_sample_method", given.rejection_sample_method, rule)
+    if reasoning or _of(config, "reasoning_config"):
+        rule = "be left out beside drafts: vLLM then ends thinking, and begins structured outputs, at other tokens"
+        _refuse("reasoning_parser", reasoning, rule)
+    if shards := _of(config.parallel_config, "enable_batch_sharded_sampling"):
+        rule = "be left out beside drafts: vLLM does not gather the log-probabilities of named tokens"
+        _refuse("enable_batch_sharded_sampling", shards, rule)
 
 
 def _of(config: Any, name: str) -> Any:

@@ -14,8 +14,9 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample import prompt_logprob, sampler, states
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler, speculator
 
-from skuda.serving.tokens import chosen, draw, greedy, largest, log_probabilities, ranks_of
+from skuda.serving.tokens import chosen, draw, greedy, largest, log_probabilities, ranks_of, verified
 from skuda.vllm.sampler import UNDEFINED
 
 
@@ -63,6 +64,72 @@ class ExactSamplerV2(sampler.Sampler):  # type: ignore[misc]
         return UNDEFINED.settle(chosen(at.temperature.gpu[where], greedy(logits), drawn)), logits
 
 
+class ExactRejectionSampler(rejection_sampler.RejectionSampler):  # type: ignore[misc]
+    """It takes drafts while they are what is drawn without them, in the second runner of vLLM 0.33."""
+
+    def _verify_in_chunks(self, logits: Tensor, input_batch: Any, *given: Any) -> Any:
+        """Verify some requests after others, with as many columns of log-probabilities."""
+        self._columns = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        return super()._verify_in_chunks(logits, input_batch, *given)
+
+    def _verify(self, logits: Tensor, draft_logits: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return processed logits, tokens of shape (requests, most drafts + 1), and how many there are of each."""
+        del draft_logits
+        ids, pos, starts, requests, host, where, local, most_lengths, guessed = given
+        tokens, processed = self.sampler.sample(logits, where, requests, host, pos, ids, local, most_lengths)
+        # The token of a row is what the row after it was guessed from.
+        drafts = torch.nn.functional.pad(guessed[1:].long(), (0, 1), value=-1)
+        drafts[starts[1:].long() - 1] = -1
+        found, _ = verified(tokens, drafts, starts[:-1].long(), self.num_speculative_steps + 1)
+        self._drawn = where, tokens
+        return processed, found, (found >= 0).sum(1, dtype=torch.int32)
+
+    def _get_logprobs_tensors(
+        self, sampled: Tensor, num_sampled: Tensor, logits: Tensor, cu_num_logits: Any, cu_num_logits_np: Any, most: int
+    ) -> LogprobsTensors | None:
+        """Return log-probabilities of what was drawn for each row, and of the tokens that requests name."""
+        del sampled, num_sampled, cu_num_logits, most
+        if self._columns is None:
+            return None
+        (where, tokens), (likely, named), it = self._drawn, self._columns, self.sampler
+        return compute_topk_scores(
+            logits,
+            likely,
+            tokens,
+            cu_num_logits_np.tolist(),
+            logprob_token_ids_state=it.logprob_token_ids_state,
+            expanded_idx_mapping=where,
+            max_per_req_token_ids=named,
+            logits_mode=it.logprobs_mode.endswith("logits"),
+        )
+
+
+def guess(logits: Tensor, where: Tensor, temperature: Tensor, seeds: Tensor, position: Tensor, **given: Any) -> Tensor:
+    """Draw drafts with the random numbers of the tokens that they stand for. A draft model calls it.
+
+    Parameters
+    ----------
+    logits : tensor of shape (rows, V)
+    where : tensor of shape (rows,)
+        Where the parameters of each row are.
+    temperature, seeds : tensors
+        Of all requests.
+    position : tensor of shape (rows,)
+        Of the last token of each row.
+    given
+        Not needed.
+
+    Returns
+    -------
+    tensor of shape (rows,), s64
+    """
+    del given
+    scaled = logits.to(torch.float32, copy=True)
+    apply_temperature(scaled, where, temperature)
+    drawn = draw(scaled, seeds[where], position.long() + 1, None, None)
+    return chosen(temperature[where], greedy(scaled), drawn).clamp_(min=0)
+
+
 def compute_topk_scores(
     logits: Tensor,
     num_logprobs: int,
@@ -83,7 +150,7 @@ def compute_topk_scores(
         How many of the most likely.
     sampled_token_ids : tensor of shape (rows,)
     cu_num_logits
-        Must be None: there are several rows of a request only with drafts.
+        Where the rows of each request begin and end, if requests have several, because of drafts.
     logprob_token_ids_state, expanded_idx_mapping
         The named tokens of all requests, and where those of each row are.
     max_per_req_token_ids : int
@@ -96,7 +163,6 @@ def compute_topk_scores(
     LogprobsTensors
         Ids, scores and ranks. A score is minus infinity where a request names fewer tokens than others.
     """
-    del cu_num_logits
     sampled = sampled_token_ids.long()
     ids = torch.cat([sampled[:, None], largest(logits, num_logprobs)], 1)
     absent = None
@@ -113,7 +179,7 @@ def compute_topk_scores(
     scores = logits.gather(1, ids).float() if logits_mode else log_probabilities(logits, ids)
     if absent is not None:
         scores[:, 1:].masked_fill_(absent, -torch.inf)
-    return LogprobsTensors(ids, scores, ranks_of(logits, sampled))
+    return LogprobsTensors(ids, scores, ranks_of(logits, sampled), cu_num_logits)
 
 
 def apply_temperature(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
@@ -126,6 +192,8 @@ def install() -> None:
     """Let the runners that this process makes have the sampler."""
     for module in (sampler, prompt_logprob):
         module.compute_topk_scores = compute_topk_scores
+    if hasattr(rejection_sampler.RejectionSampler, "_verify"):  # vLLM 0.33; 0.26 has no drafts here that are served
+        model_runner.RejectionSampler, speculator.gumbel_sample = ExactRejectionSampler, guess
     if hasattr(prompt_logprob, "compute_token_logprobs"):  # vLLM 0.33
         prompt_logprob.compute_token_logprobs = log_probabilities
     states.apply_temperature = apply_temperature

@@ -17,6 +17,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_attention import (
     HEADS,
     KV_HEADS,
@@ -24,6 +25,7 @@ from vllm_attention import (
     SIZE,
     SIZES,
     Server,
+    allocated,
     by_transformers,
     config_of,
     drawn,
@@ -148,6 +150,20 @@ def test_what_a_captured_graph_has_more_of_is_zero_and_writes_nothing(alone):
         assert same(server.whole(name), torch.stack(want))
 
 
+def test_tokens_after_rejected_drafts_have_the_bits_without_drafts(alone):
+    rng = fresh()
+    tokens = {"a": drawn(rng, 2, 150), "b": drawn(rng, 2, 9)}
+    drafts, server = {name: each.clone() for name, each in tokens.items()}, Server(rng)
+    drafts["a"][:, 128:] = drawn(rng, 2, 22)
+    server.step(tokens, {"a": 125, "b": 3})
+    server.step(drafts, {"a": 8, "b": 1})
+    server.lengths["a"], server.outputs["a"][-1] = 128, server.outputs["a"][-1][:, :3]
+    server.step(tokens, {"b": 5, "a": 2})
+    server.step(tokens, {"a": 20})
+    for name, each in tokens.items():
+        assert same(server.whole(name), torch.stack([by_transformers(rows)[0] for rows in each]))
+
+
 def test_no_tables_give_zeros_and_leave_the_cache_alone(alone):
     server = Server(fresh())
     layer, output = server.layers[0], torch.full((3, HEADS, SIZE), torch.nan)
@@ -250,17 +266,29 @@ def built(config, *layers):
 class StateSpace(AttentionLayerBase):
     """A layer whose state lies in the cache."""
 
-    get_attn_backend = get_kv_cache_spec = None
+    get_attn_backend = None
+
+    def get_kv_cache_spec(self, config):
+        return MambaSpec(block_size=PAGE, shapes=((1,),), dtypes=(torch.float32,))
 
 
-def test_layers_that_cut_their_memory_in_another_way_are_refused(alone):
+def test_layers_of_other_forms_are_refused_where_they_may_share_memory(alone):
     config = config_of()
     built(config, layer_of(config), layer_of(config, "layers.1.attn", 40))
     for more in ({"num_kv_heads": 1}, {"size": 64}, {"head_size_v": 64}):
         config = config_of()
         with pytest.raises(InvalidProblem) as found:
-            built(config, layer_of(config), layer_of(config, "layers.1.attn", **more))
+            built(config, layer_of(config), layer_of(config, "layers.1.attn", 40, **more))
         assert found.value.field == "layers.1.attn"
+    for more in ({"num_kv_heads": 1}, {"size": 64}):
+        config = config_of()
+        layers = layer_of(config), layer_of(config, "draft_model.layers.0.attn", **more)
+        built(config, *layers)
+        specs = specs_of(config, layers)
+        caches = allocated(config, specs, 7)
+        bounds = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in caches.values())
+        assert bounds[0][1] <= bounds[1][0]
+        layers[0].impl._cache(caches[layers[0].layer_name])
     config = config_of()
     layer, layers = layer_of(config), config.compilation_config.static_forward_context
     layers["mixer"] = StateSpace()
@@ -271,13 +299,13 @@ def test_layers_that_cut_their_memory_in_another_way_are_refused(alone):
         built(config, layer_of(config, head_size_v=64))
 
 
-def test_drafts_and_idle_ranks_of_experts_are_refused(alone):
+def test_idle_ranks_of_experts_are_refused(alone):
     config = config_of()
     layer = layer_of(config)
     (spec,) = specs_of(config, [layer]).values()
 
     def build(**more):
-        given = {"speculative_config": None, "model_config": None, "parallel_config": config.parallel_config} | more
+        given = {"model_config": None, "parallel_config": config.parallel_config} | more
         whole = SimpleNamespace(**given, compilation_config=config.compilation_config)
         ExactAttentionBackend.get_builder_cls()(spec, [layer.layer_name], whole, torch.device("cpu"))
 
@@ -285,8 +313,6 @@ def test_drafts_and_idle_ranks_of_experts_are_refused(alone):
     build(parallel_config=two, model_config=SimpleNamespace(is_moe=False))
     with pytest.raises(InvalidProblem, match="data_parallel_size"):
         build(parallel_config=two, model_config=SimpleNamespace(is_moe=True))
-    with pytest.raises(InvalidProblem, match="speculative_config"):
-        build(speculative_config=object())
 
 
 def test_a_step_in_which_tokens_see_later_ones_is_refused(alone):
@@ -374,7 +400,7 @@ def test_kernels_are_loaded_before_graphs_are_captured(alone, monkeypatch):
     layer = layer_of(config)
     (spec,) = specs_of(config, [layer]).values()
     whole = SimpleNamespace(
-        speculative_config=None,
+        speculative_config=SimpleNamespace(num_speculative_tokens=3),
         model_config=SimpleNamespace(max_model_len=1000, is_moe=False),
         parallel_config=config.parallel_config,
         cache_config=SimpleNamespace(num_gpu_blocks=77),
@@ -392,5 +418,5 @@ def test_kernels_are_loaded_before_graphs_are_captured(alone, monkeypatch):
     assert {(p.op, p.tokens, p.sequences, p.most_blocks, p.pages, p.heads, p.kv_heads) for p in problems} == {
         (op, tokens, sequences, 8, 77, HEADS, KV_HEADS)
         for op in ("attention", "rope_quantize_append")
-        for tokens, sequences in ((1, 1), (8, 8), (512, 1))
+        for tokens, sequences in ((1, 1), (8, 8), (8, 2), (512, 1))
     }

@@ -50,21 +50,22 @@ def asked():
     return {name: SamplingParams(**each) for name, each in found.items()}
 
 
-def prompts(rng):
-    return {name: rng.integers(0, WIDTH, rng.integers(1, 30)).tolist() for name in asked()}
+def prompts(rng, names=None):
+    return {name: rng.integers(0, WIDTH, rng.integers(1, 30)).tolist() for name in names or asked()}
 
 
 def logits_of(name, tokens):
-    """The logits of a model: they follow from the tokens of a request. Some are equal."""
+    """The logits of a model: they follow from the tokens of a request. Some are equal. "Few" has few likely ones."""
     seed = abs(hash((*name.encode(), *tokens))) % 2**31
     found = torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed)) * 3
+    found[:8] += 9 * name.startswith("few")
     return found.round(decimals=1) if seed % 2 else found
 
 
 class First:
     """Requests in the batch of vLLM's first runner, which takes one out if it has no token in a step."""
 
-    def __init__(self, prompts, mode="raw_logprobs"):
+    def __init__(self, prompts, mode="raw_logprobs", params_of=None, processors=MinPLogitsProcessor, drafts=None):
         batch = {
             "device": torch.device("cpu"),
             "vocab_size": WIDTH,
@@ -75,11 +76,11 @@ class First:
             batch["kernel_block_sizes"] = [128]
         config = VllmConfig()
         config.scheduler_config.max_num_seqs = MOST
-        processors = LogitsProcessors([MinPLogitsProcessor(config, torch.device("cpu"), is_pin_memory=False)])
+        processors = LogitsProcessors([processors(config, torch.device("cpu"), is_pin_memory=False)])
         self.batch = InputBatch(MOST, 512, 512, **batch, logitsprocs=processors)
         self.requests = {}
         for name in prompts:
-            params = asked()[name]
+            params = (params_of or asked())[name]
             more = {"mm_features": [], "generator": None, "block_ids": ([0],), "num_computed_tokens": 0}
             if params.seed is not None and params.temperature:
                 more["generator"] = torch.Generator().manual_seed(params.seed % 2**63)
@@ -87,11 +88,11 @@ class First:
                 name, list(prompts[name]), sampling_params=params, output_token_ids=[], **more
             )
         model = SimpleNamespace(logprobs_mode=mode, seed=0)
-        self.sampler = sampler.ExactSampler(
-            SimpleNamespace(input_batch=self.batch, requests=self.requests, model_config=model)
-        )
+        runner = {"input_batch": self.batch, "requests": self.requests, "model_config": model}
+        lengths = torch.zeros(MOST, dtype=torch.int32)
+        self.sampler = sampler.ExactSampler(SimpleNamespace(**runner, speculative_config=drafts, seq_lens=lengths))
 
-    def step(self, names):
+    def enter(self, names):
         batch = self.batch
         for name in [each for each in batch.req_ids if each not in names]:
             batch.remove_request(name)
@@ -101,6 +102,10 @@ class First:
         batch.condense()
         batch.refresh_metadata()
         assert sorted(batch.req_ids) == sorted(names)
+
+    def step(self, names):
+        self.enter(names)
+        batch = self.batch
         rows = {name: logits_of(name, self.tokens(name)) for name in batch.req_ids}
         found = self.sampler(logits=torch.stack([*rows.values()]), sampling_metadata=batch.sampling_metadata)
         tokens, table, outputs = found.sampled_token_ids[:, 0].tolist(), found.logprobs_tensors, {}
@@ -123,7 +128,7 @@ class First:
 class Second:
     """Requests in the tables of vLLM's second runner."""
 
-    def __init__(self, prompts, mode="raw_logprobs"):
+    def __init__(self, prompts, mode="raw_logprobs", params_of=None):
         assert model_runner.Sampler is sampler_v2.ExactSamplerV2
         it = self.sampler = object.__new__(model_runner.Sampler)
         it.logprobs_mode, it.sampling_states = mode, states.SamplingStates(MOST, WIDTH)
@@ -135,14 +140,19 @@ class Second:
         it.bad_words_state = SimpleNamespace(apply_bad_words=nothing)
         it.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda _: 0)
         self.prompts, self.at, self.outputs = prompts, {}, {name: [] for name in prompts}
+        self.params = params_of or asked()
 
-    def step(self, names):
+    def enter(self, names):
         it = self.sampler.sampling_states
         for name in names:
             if name not in self.at:
                 self.at[name] = MOST - 1 - len(self.at)
-                it.add_request(self.at[name], asked()[name])
+                it.add_request(self.at[name], self.params[name])
         it.apply_staged_writes()
+
+    def step(self, names):
+        self.enter(names)
+        it = self.sampler.sampling_states
         rows = np.array([self.at[name] for name in names])
         raw = torch.stack([logits_of(name, self.tokens(name)) for name in names])
         last = torch.tensor([len(self.tokens(name)) - 1 for name in names])
@@ -153,9 +163,13 @@ class Second:
         found, processed = self.sampler.sample(raw.clone(), torch.from_numpy(rows), *given, ids, ids, *more)
         of = processed if self.sampler.logprobs_mode.startswith("processed") else raw
         count, outputs = max(it.max_num_logprobs(rows), 0), {}
-        table = second.compute_topk_scores(of, count, found, logits_mode=self.sampler.logprobs_mode.endswith("logits"))
+        state = self.sampler.logprob_token_ids_state
+        named = {"logprob_token_ids_state": state, "max_per_req_token_ids": state.max_num_token_ids(rows)}
+        named |= {"expanded_idx_mapping": torch.from_numpy(rows)}
+        mode = {"logits_mode": self.sampler.logprobs_mode.endswith("logits")}
+        table = second.compute_topk_scores(of, count, found, **named, **mode)
         for row, name in enumerate(names):
-            count, logprobs = asked()[name].logprobs, None
+            count, logprobs = self.params[name].logprobs, None
             if count is not None:
                 found_ids, scores, ranks = table[:3]
                 logprobs = found_ids[row, : count + 1].tolist(), bits(scores[row, : count + 1]), int(ranks[row])
@@ -209,10 +223,10 @@ def generated(runner, prompts, schedule, **more):
     return {name: outputs for name, outputs in found.items() if outputs}
 
 
-def alone_of(runner, prompts, **more):
+def alone_of(runner, prompts, steps=STEPS, **more):
     found = {}
     for name in prompts:
-        found |= generated(runner, prompts, [[name]] * STEPS, **more)
+        found |= generated(runner, prompts, [[name]] * steps, **more)
     return found
 
 
@@ -429,11 +443,12 @@ def config_of(**more):
     model = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="raw_logprobs", seed=0)
     fields = {"model_config": model, "use_v2_model_runner": False} | more
     names = ("quant_config", "cache_config", "attention_config", "speculative_config", "scheduler_config")
+    names = (*names, "structured_outputs_config", "parallel_config")
     return SimpleNamespace(**{name: getattr(config, name) for name in names} | fields)
 
 
-def worker_of(config, device="cpu"):
-    runner = SimpleNamespace(sampler=Sampler(), model_config=config.model_config, device=torch.device(device))
+def worker_of(config, device="cpu", **more):
+    runner = SimpleNamespace(sampler=Sampler(), model_config=config.model_config, device=torch.device(device), **more)
     worker = SimpleNamespace(vllm_config=config, model_runner=runner)
     worker.init_device = lambda: None
     wrapper = object.__new__(worker_base.WorkerWrapperBase)
@@ -462,7 +477,6 @@ def test_a_worker_has_the_sampler_if_the_config_asks_for_it(served, monkeypatch)
     [
         ("attention_backend", {"attention_config": AttentionConfig()}),
         ("kv_cache_dtype", {"cache_config": CacheConfig(block_size=128)}),
-        ("speculative_config", {"speculative_config": object()}),
         ("watermark_config", {"watermark_config": object()}),
         ("use_fp64_gumbel", {"model_config": SimpleNamespace(use_fp64_gumbel=True)}),
         ("return_sampling_mask", {"model_config": SimpleNamespace(return_sampling_mask=True)}),
