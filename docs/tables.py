@@ -91,32 +91,6 @@ def exact_cost(record: Path = EVIDENCE / "h200-exact.json") -> str:
     )
 
 
-def vllm_times(record: Path = EVIDENCE / "h200-vllm-exact.txt") -> str:
-    """Return the medians of what vLLM printed of each variant, and the tokens of cache that a GiB holds."""
-    names = {"bf16": "bf16", "bf16-bi": "bf16, batch-invariant", "q": "int8", "exact": "exact attention"}
-    names |= {"full": "everything exact"}
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    tokens = {}
-    for line in record.read_text(encoding="utf-8").splitlines():
-        if timed := re.fullmatch(r"times \d+ (\S+) (\{.*\})", line):
-            for what, value in literal_eval(timed[2]).items():
-                found[what][timed[1]].append(value)
-        elif ready := re.fullmatch(r"(\S+) (\{'ready'.*\})", line):
-            tokens[ready[1]] = literal_eval(ready[2])["tokens_per_gib"]
-    rows = []
-    for what, times in found.items():
-        if shape := re.fullmatch(r"(step_ms|prefill) (\d+)x(\d+)(?: tokens/s)?", what):
-            medians = [statistics.median(times[name]) for name in names]
-            if shape[3] == "128":  # `vllm_engines` has them
-                continue
-            if shape[1] == "step_ms":
-                rows.append((f"{shape[2]} x {shape[3]}, ms", *(f"{ms:.2f}" for ms in medians)))
-            else:
-                rows.append((f"prompts of {shape[2]} x {shape[3]}, tokens/s", *(f"{rate:,.0f}" for rate in medians)))
-    rows.append(("tokens of cache in a GiB", *(f"{tokens[name]:,}" for name in names)))
-    return markdown_table(("", *names.values()), rows)
-
-
 def _said(of: str, record: Path = EVIDENCE / "h200-vllm-engines.txt") -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the names of engines of vLLM and what was printed of each."""
     for line in record.read_text(encoding="utf-8").splitlines():
@@ -228,7 +202,6 @@ TABLES = {
     "python docs/tables.py accuracy": accuracy,
     "python docs/tables.py accuracy-in-short": accuracy_in_short,
     "python docs/tables.py int4-times": int4_times,
-    "python docs/tables.py vllm": vllm_times,
     "python docs/tables.py vllm-engines": vllm_engines,
     "python tests/programs/attention_error.py": attention_error,
 }

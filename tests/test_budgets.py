@@ -9,10 +9,10 @@ PARTS = {
     # Part: its folder, the folders in it that do not count, and the most lines.
     "tools": ("tools", (), 11_800),
     "dispatch without torch and engines": ("dispatch", ("torch", "serving", "vllm"), 11_000),
-    "torch": ("dispatch/torch", (), 17_220),
-    "serving": ("dispatch/serving", (), 600),
-    "vllm": ("dispatch/vllm", (), 2_800),
-    "tests": ("tests", (), 49_500),
+    "torch": ("dispatch/torch", (), 17_240),
+    "serving": ("dispatch/serving", (), 640),
+    "vllm": ("dispatch/vllm", (), 2_820),
+    "tests": ("tests", (), 49_560),
 }
 
 

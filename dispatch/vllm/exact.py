@@ -102,7 +102,7 @@ def check(config: Any) -> None:
     Raises
     ------
     InvalidProblem
-        For another attention or cache, adapters, drafts that are not verified here, and what vLLM's own sampler would do.
+        For another attention or cache, adapters, drafts that are not verified here, and what vLLM's own sampler does.
     """
     backend, dtype = config.attention_config.backend, config.cache_config.cache_dtype
     if backend is not AttentionBackendEnum.CUSTOM or config.attention_config.backend_per_kind:

@@ -17,13 +17,14 @@ LAST_LINES = {
     "llama": "generated 8 tokens for each of 2 prompts",
     "lora": "merged, lowest cosine similarity of the logits: ",
     "policy": "every ratio of the exact model was 1, and every KL 0",
+    "rl": "every ratio was 1 before an update, and so every KL 0",
     "smoothquant": "a scale per row: relative error",
     "train": "accuracy in int8: 0.9",
 }
 """The programs, and what each prints at its end, after it has checked its own results."""
-MORE = {"llama": ("transformers",), "lora": ("transformers", "peft"), "policy": ("transformers",)}
+MORE = dict.fromkeys(("llama", "policy", "rl"), ("transformers",)) | {"lora": ("transformers", "peft")}
 """What a program needs beside torch and safetensors."""
-MOST_LINES = 80
+MOST_LINES = 100
 
 
 def ran(command, **changes):

@@ -153,6 +153,19 @@ def test_a_copy_and_a_pickle_are_exact(config):
     assert same(logits(model, ids), want)
 
 
+@torch.no_grad()
+def test_a_rope_that_another_device_computed_is_that_of_a_cpu():
+    rng = fresh()
+    first, second, other = (copy.deepcopy(decoders.small("Qwen3", rng)) for _ in range(3))
+    for each, change in ((second, 1 + 2**-23), (other, 1.01)):
+        each.load_state_dict(first.state_dict())
+        each.model.rotary_emb.inv_freq.mul_(change)  # as a GPU rounds it; another rope
+    ids = torch.from_numpy(rng.integers(1, 64, (1, 40)))
+    want = logits(exact(first), ids)
+    assert same(logits(exact(second), ids), want)
+    assert not same(logits(exact(other), ids), want)
+
+
 def made(config):
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 

@@ -28,7 +28,7 @@ from vllm_layers import described
 import skuda.torch as st
 from skuda.registry.errors import InvalidProblem
 from skuda.serving import tokens as by_ops
-from skuda.vllm import exact, sampler, sampler_v2
+from skuda.vllm import exact, exact_model, sampler, sampler_v2
 from skuda.vllm.attention import CACHE_DTYPE
 from skuda.vllm.config import SkudaVllmConfig
 
@@ -441,14 +441,15 @@ def config_of(**more):
     )
     config.quant_config = SkudaVllmConfig.from_config({"quant_method": "skuda", "exact": True})
     model = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="raw_logprobs", seed=0)
-    fields = {"model_config": model, "use_v2_model_runner": False} | more
+    fields = {"model_config": model, "use_v2_model_runner": False, "lora_config": None} | more
     names = ("quant_config", "cache_config", "attention_config", "speculative_config", "scheduler_config")
     names = (*names, "structured_outputs_config", "parallel_config")
     return SimpleNamespace(**{name: getattr(config, name) for name in names} | fields)
 
 
 def worker_of(config, device="cpu", **more):
-    runner = SimpleNamespace(sampler=Sampler(), model_config=config.model_config, device=torch.device(device), **more)
+    more |= {"device": torch.device(device), "load_model": lambda: None, "get_model": lambda: "it"}
+    runner = SimpleNamespace(sampler=Sampler(), model_config=config.model_config, **more)
     worker = SimpleNamespace(vllm_config=config, model_runner=runner)
     worker.init_device = lambda: None
     wrapper = object.__new__(worker_base.WorkerWrapperBase)
@@ -467,6 +468,12 @@ def test_a_worker_has_the_sampler_if_the_config_asks_for_it(served, monkeypatch)
     model_runner.Sampler = second.Sampler
     assert type(worker_of(config_of(use_v2_model_runner=True)).model_runner.sampler) is Sampler
     assert model_runner.Sampler is sampler_v2.ExactSamplerV2
+    made = []
+    monkeypatch.setattr(exact_model, "make_exact", lambda model, config: made.append((model, config)))
+    asks, other = config_of(), config_of(quant_config=SkudaVllmConfig(head=True))
+    for config in (asks, other):
+        worker_of(config).model_runner.load_model()
+    assert made == [("it", asks)]
     hooked = worker_base.WorkerWrapperBase.init_device
     exact.register()
     assert worker_base.WorkerWrapperBase.init_device is hooked
@@ -476,6 +483,7 @@ def test_a_worker_has_the_sampler_if_the_config_asks_for_it(served, monkeypatch)
     ("field", "more"),
     [
         ("attention_backend", {"attention_config": AttentionConfig()}),
+        ("enable_lora", {"lora_config": object()}),
         ("kv_cache_dtype", {"cache_config": CacheConfig(block_size=128)}),
         ("watermark_config", {"watermark_config": object()}),
         ("use_fp64_gumbel", {"model_config": SimpleNamespace(use_fp64_gumbel=True)}),
@@ -519,9 +527,9 @@ def test_a_checkpoint_of_an_exact_model_is_served_exactly(served):
     assert found.exact
     assert SkudaVllmConfig.override_quantization_method(eight.fields(), None) == "skuda"
     assert SkudaVllmConfig.override_quantization_method(eight.fields(), "compressed-tensors") is None
-    assert type(ParallelLMHead(128, 64, quant_config=found, prefix="lm_head").quant_method) is SkudaHeadMethod
-    with pytest.raises(InvalidProblem, match="lm_head must"):
-        ParallelLMHead(128, 64, quant_config=SkudaVllmConfig.from_config(four.fields()), prefix="lm_head")
+    for fields, dtype in ((eight.fields(), torch.int8), (four.fields(), torch.uint8)):
+        head = ParallelLMHead(128, 64, quant_config=SkudaVllmConfig.from_config(fields), prefix="lm_head")
+        assert (type(head.quant_method), head.weight.dtype) == (SkudaHeadMethod, dtype)
 
 
 def test_kernels_get_ready_for_every_number_of_rows_and_choice_of_sets(served, monkeypatch):

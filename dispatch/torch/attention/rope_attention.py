@@ -93,7 +93,7 @@ class RopeTable:
 
 
 def _frequencies(rotary: Any) -> Tensor:
-    """Return a rope's frequencies as a CPU computes them. Powers on a GPU, where a model may be made, differ in bits."""
+    """Return a rope's frequencies as a CPU computes them: a GPU, on which a model may be made, rounds otherwise."""
     own: Tensor = rotary.inv_freq
     if not type(rotary).__module__.startswith("transformers.models."):
         return own
