@@ -67,6 +67,7 @@ ORDER = (
     "vllm.sampler",
     "vllm.sampler_v2",
     "vllm.adapters",
+    "vllm.exact_model",
     "vllm.exact",
     "vllm.certified",
     "vllm",
