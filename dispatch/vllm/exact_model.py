@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -113,12 +114,19 @@ def make_exact(model: nn.Module, config: Any) -> None:
     ropes = {id(layer.self_attn.rotary_emb): layer.self_attn for layer in layers.values()}
     tables = {one: _table(of_model, attention) for one, attention in ropes.items()}
     for one, attention in ropes.items():
-        attention.rotary_emb.register_buffer(_TABLE, tables[one], persistent=False)  # what sleeps keeps buffers
+        attention.rotary_emb.register_buffer(
+            _TABLE, tables[one], persistent=False
+        )  # an engine that sleeps keeps buffers
     for layer in layers.values():
         layer.self_attn.attn.impl.turn = _turn(layer.self_attn)
-        layer.__class__ = type(f"Exact{type(layer).__name__}", (ExactDecoderLayer, type(layer)), {})
+        layer.__class__ = _exact(type(layer))
     for norm in last:
         norm.__class__ = ExactLastNorm
+
+
+@cache
+def _exact(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Exact{kind.__name__}", (ExactDecoderLayer, kind), {"__module__": __name__})
 
 
 def _turn(attention: Any) -> Callable[[], Turn]:
