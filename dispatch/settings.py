@@ -166,11 +166,13 @@ def vllm_plugins() -> frozenset[str] | None:
     return None if given is None else frozenset(given.split(","))
 
 
-def fuses_in_vllm() -> bool:
-    """Whether ``SKUDA_VLLM_FUSE`` lets norms and gated activations write int8 codes in vLLM.
+def vllm_in_this_process() -> None:
+    """Let engines of vLLM that begin after this be in this process. Workers of other ranks are no forks of it."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_WORKER_MULTIPROC_METHOD="spawn")
 
-    Raise `InvalidRecord` if it is neither 0 nor 1.
-    """
+
+def fuses_in_vllm() -> bool:
+    """Whether ``SKUDA_VLLM_FUSE`` lets norms and gates of vLLM write codes. Raise `InvalidRecord` if not 0 or 1."""
     return _switch(_VLLM_FUSE, otherwise=True)
 
 
@@ -182,9 +184,6 @@ def conformance_seed() -> int:
 
 
 def _switch(setting: Setting, *, otherwise: bool) -> bool:
-    match setting.given:
-        case "":
-            return otherwise
-        case "0" | "1" as given:
-            return given == "1"
-    raise setting.refuse("be 0 or 1")
+    if setting.given not in ("", "0", "1"):
+        raise setting.refuse("be 0 or 1")
+    return setting.given == "1" if setting.given else otherwise

@@ -91,7 +91,10 @@ def exact_cost(record: Path = EVIDENCE / "h200-exact.json") -> str:
     )
 
 
-def _said(of: str, record: Path = EVIDENCE / "h200-vllm-engines.txt") -> Iterator[tuple[str, dict[str, float]]]:
+_ENGINES = EVIDENCE / "h200-vllm-engines.txt"
+
+
+def _said(of: str, record: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the names of engines of vLLM and what was printed of each."""
     for line in record.read_text(encoding="utf-8").splitlines():
         if one := re.fullmatch(rf"{of} (\S+) (\{{.*\}})", line):
@@ -102,11 +105,18 @@ def vllm_engines() -> str:
     """Return what was printed of engines of vLLM: decode steps, prompts, and mixed requests, once and again."""
     names = {"skuda": "skuda", "skudaint4": "skuda, 4 bits", "skudaexact": "skuda, exact"}
     names |= {"skudaint4exact": "skuda, exact, 4 bits", "stock": "int8", "fp8": "fp8", "w4a16": "W4A16", "bf16": "bf16"}
-    rounds = dict(_said("round 0"))
+    later = {"skudaexact": "skuda, exact, later", "skudaint4exact": "skuda, exact, 4 bits, later", "fp8": "fp8, later"}
+    columns = ("", "1, ms", "64, ms", "prompts, tokens/s", "requests, s", "again, s")
+    rows = _engines(names, _ENGINES) + _engines(later, EVIDENCE / "h200-vllm-exact.txt")
+    return markdown_table(columns, rows)
+
+
+def _engines(names: dict[str, str], record: Path) -> list[tuple[str, ...]]:
+    rounds = dict(_said("round 0", record))
     mixed: dict[str, list[float]] = defaultdict(list)
-    for name, said in _said("mixed"):
+    for name, said in _said("mixed", record):
         mixed[name].append(said["s"])
-    rows = [
+    return [
         (
             label,
             *(f"{rounds[name][f'step_ms {count}']:.2f}" for count in (1, 64)),
@@ -115,7 +125,6 @@ def vllm_engines() -> str:
         )
         for name, label in names.items()
     ]
-    return markdown_table(("", "1, ms", "64, ms", "prompts, tokens/s", "requests, s", "again, s"), rows)
 
 
 def accuracy(record: Path = EVIDENCE / "accuracy.json") -> str:
@@ -140,7 +149,7 @@ _ACCURACY = ("weights", "MB", "perplexity", "divergence, nats", "its 99%", "same
 
 def _accuracies(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of `accuracy`."""
-    speeds = {name: f"{1e3 / said['step_ms 1']:.0f}" for name, said in _said("round 0")}
+    speeds = {name: f"{1e3 / said['step_ms 1']:.0f}" for name, said in _said("round 0", _ENGINES)}
     first, *others = found["rows"]
     rows: list[tuple[str, ...]] = [
         ("f32", f"{first['bytes'] / 1e6:.0f}", f"{first['perplexity']:.2f}", "", "", "", f"{speeds['bf16']} in bf16")

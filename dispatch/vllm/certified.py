@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from skuda.dispatch.settings import vllm_in_this_process
 from skuda.kernels.attention.cache import PAGE
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line
@@ -164,8 +165,7 @@ def serve(
         If the engine fails, or a prefix did not come from its cache.
     """
     os.dup2(2, 1)  # what vLLM prints is no output of the command
-    # The engine is in this process. Workers of other ranks cannot be forks of one that may have used a GPU.
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    vllm_in_this_process()
     try:
         vllm: Any = import_module("vllm")
         llm = vllm.LLM(**options(path, dtype, max(map(len, prompts))), **more)

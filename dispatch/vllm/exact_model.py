@@ -14,7 +14,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -124,9 +123,12 @@ def make_exact(model: nn.Module, config: Any) -> None:
         norm.__class__ = ExactLastNorm
 
 
-@cache
-def _exact(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Exact{kind.__name__}", (ExactDecoderLayer, kind), {"__module__": __name__})
+_CLASSES: dict[type[nn.Module], Any] = {}
+
+
+def _exact(kind: type[nn.Module]) -> Any:
+    made = type(f"Exact{kind.__name__}", (ExactDecoderLayer, kind), {"__module__": __name__})
+    return _CLASSES.setdefault(kind, made)
 
 
 def _turn(attention: Any) -> Callable[[], Turn]:

@@ -38,21 +38,6 @@ def test_every_block_is_what_its_command_prints(tables, monkeypatch):
     assert not stale
 
 
-def test_the_table_of_vllm_has_the_medians_of_its_rounds(tables, tmp_path):
-    lines, names = ["==> times <=="], ("q", "exact", "full", "bf16", "bf16-bi")
-    for at, name in enumerate(names):
-        lines.append(f"{name} {{'ready': '{name}', 'tokens_per_gib': {1000 * (at + 1)}}}")
-        for i in (0, 1):
-            step = {"step_ms 4x9": at + i, "step_ms lp 4x9": 77, "prefill 2x8 tokens/s": 5000 * (at + 1) + 2 * i}
-            lines.append(f"times {i} {name} {step}")
-    (tmp_path / "vllm.txt").write_text("\n".join(lines))
-    assert tables.vllm_times(tmp_path / "vllm.txt").splitlines()[2:] == [
-        "| 4 x 9, ms | 3.50 | 4.50 | 0.50 | 1.50 | 2.50 |",
-        "| prompts of 2 x 8, tokens/s | 20,001 | 25,001 | 5,001 | 10,001 | 15,001 |",
-        "| tokens of cache in a GiB | 4,000 | 5,000 | 1,000 | 2,000 | 3,000 |",
-    ]
-
-
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "examples"], ids=lambda page: page.name)
 def test_no_figure_is_written_by_hand(page):
     assert not [line for line in outside(page.read_text(encoding="utf-8")).splitlines() if FIGURE.search(line)]
