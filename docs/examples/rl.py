@@ -13,7 +13,7 @@ import skuda.torch as st
 from skuda.torch.exact import exact_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROWS, PROMPT, NEW, WORDS, STEPS = 32, 40, 4, 8, 60 if DEVICE == "cuda" else 8
+ROWS, PROMPT, NEW, WORDS, STEPS = 32, 40, 4, 8, 60 if DEVICE == "cuda" else 4
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
 CONFIG = Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 Server = tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[[nn.Module], None]]

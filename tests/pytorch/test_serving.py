@@ -14,7 +14,7 @@ from skuda.dispatch.shard import on_ranks
 from skuda.functional import default_dispatcher
 from skuda.registry.errors import InvalidProblem
 from skuda.serving import preparation, tokens
-from skuda.serving.blocks import BlockCache, Shape, append_and_attend, cut, problems, token_bytes
+from skuda.serving.blocks import BlockCache, Shape, append_and_attend, cut, problems, token_bytes, unturned
 from skuda.serving.exchange import product_of_columns
 from skuda.torch import DynamicLinear, StaticLinear, log_probs, sample
 from skuda.torch.formats import TO_INT8
@@ -135,7 +135,9 @@ def test_ranks_with_columns_have_the_bits_of_the_whole_layer(kind, count):
 
 def test_wanted_problems_are_prepared_for_every_number_of_rows(caplog):
     log = logging.getLogger("an engine")
-    every = problems(Shape(3, 2, PAGES, KV_HEADS, 4, HEADS, SIZE), torch.bfloat16, 0.1, None)
+    every = problems(
+        Shape(3, 2, PAGES, KV_HEADS, 4, HEADS, SIZE), torch.bfloat16, 0.1, None, unturned(torch.device("cpu")).fields
+    )
     preparation.want(every, 5)
     with caplog.at_level(logging.INFO):
         found = preparation.prepare("cpu", log)
