@@ -165,6 +165,10 @@ def other_layer(model, config):
     layer.__class__ = kind
 
 
+def sizes_with_which_nothing_runs(model, config):
+    model.model.layers[1].self_attn.kv_size = -1
+
+
 def other_activation(model, config):
     model.model.layers[1].mlp.act_fn = nn.Sigmoid()
 
@@ -201,6 +205,7 @@ def static(model, config):
         (interleaved, "model.layers.1.self_attn.rotary_emb"),
         (scaled_queries, "model.layers.1"),
         (other_layer, "model.layers.1"),
+        (sizes_with_which_nothing_runs, "model.layers.1"),
         (other_activation, "model.layers.1.mlp.act_fn"),
         (other_norm, "model.layers.1.input_layernorm"),
         (norms_that_differ, "model.layers.1.self_attn"),
