@@ -30,7 +30,8 @@ _ROWS = 64
 def greedy(logits: Tensor) -> Tensor:
     """Return the lowest id among the largest logits of each row, s64; -1 for a row without a distribution."""
     found: Tensor = torch.ops.skuda.argmax.default(logits)
-    return found.masked_fill_(~logits.gather(1, found[:, None])[:, 0].isfinite(), -1)
+    best = logits.gather(1, found[:, None])[:, 0]
+    return found.masked_fill_((best - best).isnan(), -1)  # of what is not finite; fewer launches than `isfinite`
 
 
 def draw(logits: Tensor, seed: Tensor, position: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
@@ -75,7 +76,9 @@ class Undefined:
         self._log, self._hint = log, hint
         self.rows, self._told = 0, 0
         self._count: Tensor | None = None
-        self._copy: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._host = torch.zeros((), dtype=torch.int64)
+        self._event: torch.cuda.Event | None = None
+        self._under_way = False
 
     def settle(self, tokens: Tensor) -> Tensor:
         """Count the ids of -1, and turn them into 0 in place, since engines look every id up.
@@ -90,28 +93,24 @@ class Undefined:
         """
         self._read()
         if self._count is None or self._count.device != tokens.device:
-            self._count, self._copy = torch.zeros((), dtype=torch.int64, device=tokens.device), None
+            self._count = torch.zeros((), dtype=torch.int64, device=tokens.device)
+            self._host = torch.zeros((), dtype=torch.int64, pin_memory=tokens.is_cuda)
+            self._event, self._under_way = torch.cuda.Event() if tokens.is_cuda else None, False
         self._count += (tokens < 0).sum()
-        if self._copy is None:
-            self._copy = self._copied(self._count)
-        if not tokens.is_cuda:
-            self._read()
+        if not self._under_way:
+            self._host.copy_(self._count, non_blocking=True)
+            self._under_way = True
+            if self._event is None:
+                self._read()
+            else:
+                self._event.record()
         return tokens.clamp_(min=0)
-
-    @staticmethod
-    def _copied(count: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        if not count.is_cuda:
-            return count.clone(), None
-        event = torch.cuda.Event()
-        host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
-        event.record()
-        return host, event
 
     def _read(self) -> None:
         """Take a count that has arrived, and tell at the first row and whenever the number has doubled."""
-        if self._copy is None or not (self._copy[1] is None or self._copy[1].query()):
+        if not self._under_way or not (self._event is None or self._event.query()):
             return
-        self.rows, self._copy = int(self._copy[0]), None
+        self.rows, self._under_way = int(self._host), False
         if self.rows >= max(2 * self._told, 1):
             self._told = self.rows
             self._log.warning(
