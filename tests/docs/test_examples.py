@@ -14,6 +14,7 @@ from paths import ROOT
 EXAMPLES = ROOT / "docs" / "examples"
 PACKAGE = EXAMPLES / "triton_backend"
 LAST_LINES = {
+    "grpo": "every ratio was 1, and every difference of log-probabilities 0",
     "llama": "generated 8 tokens for each of 2 prompts",
     "lora": "merged, lowest cosine similarity of the logits: ",
     "policy": "every ratio of the exact model was 1, and every KL 0",
@@ -22,7 +23,8 @@ LAST_LINES = {
     "train": "accuracy in int8: 0.9",
 }
 """The programs, and what each prints at its end, after it has checked its own results."""
-MORE = dict.fromkeys(("llama", "policy", "rl"), ("transformers",)) | {"lora": ("transformers", "peft")}
+MORE = dict.fromkeys(("llama", "policy", "rl"), ("transformers",))
+MORE |= {"grpo": ("transformers", "trl"), "lora": ("transformers", "peft")}
 """What a program needs beside torch and safetensors."""
 MOST_LINES = 100
 
@@ -49,7 +51,7 @@ def test_every_example_is_short_has_a_page_and_is_run_here():
 def test_the_program_runs_and_says_what_it_found(name):
     for package in ("torch", "safetensors", *MORE.get(name, ())):
         pytest.importorskip(package)
-    shown = ran([sys.executable, EXAMPLES / f"{name}.py"], SKUDA_PLUGINS="0")
+    shown = ran([sys.executable, EXAMPLES / f"{name}.py"], SKUDA_PLUGINS="0", HF_HUB_OFFLINE="1")
     assert shown.splitlines()[-1].startswith(LAST_LINES[name])
 
 
