@@ -16,8 +16,9 @@ from torch import nn
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding as vllm_rope
 from vllm.model_executor.layers.attention import attention as vllm_attention_layer
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm_attention import Server, config_of
-from vllm_layers import default_dtype, ready
+from vllm_layers import default_dtype, ready, reloading
 
 import skuda.torch as st
 from skuda.registry.errors import InvalidProblem
@@ -55,6 +56,7 @@ def server(served, tmp_path, monkeypatch):
         kind = getattr(import_module(f"vllm.model_executor.models.{kind}"), f"{FAMILIES[kind]}ForCausalLM")
         with set_current_vllm_config(config), default_dtype(torch.bfloat16):
             model = kind(vllm_config=config)
+            layerwise.record_metadata_for_reloading(model)
             model.load_weights(load_file(folder / "model.safetensors").items())
             for module in model.modules():
                 if getattr(module, "quant_method", None) is not None:
@@ -143,6 +145,17 @@ def test_a_checkpoint_of_compressed_tensors_is_served_with_its_bits_and_its_head
     described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert described["quant_method"] == "compressed-tensors"
     check(server(tmp_path, **described), exact(trainer))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weights", [{}, FOUR])
+def test_weights_that_vllm_transfers_have_the_bits_of_their_trainer(server, tmp_path, weights, tied):
+    floating("qwen3", tmp_path, tied=tied)
+    made, folder = server(tmp_path, **weights), tmp_path / "new"
+    trained = floating("qwen3", folder, tied=tied, initializer_range=0.5)
+    with reloading(made.model):  # as vLLM's engines of weight transfer do
+        made.model.load_weights(load_file(folder / "model.safetensors").items())
+    check(made, exact(trained, **weights))
 
 
 def other_rope(model, config):
