@@ -25,8 +25,7 @@ def by_vllm(folder: str) -> Server:
     from vllm import LLM, SamplingParams
 
     exact = {"quantization_config": {"quant_method": "skuda", "exact": True}}
-    how = {"attention_backend": "CUSTOM", "kv_cache_dtype": "int8_per_token_head", "gpu_memory_utilization": 0.3}
-    llm = LLM(folder, quantization="skuda", hf_overrides=exact, skip_tokenizer_init=True, max_model_len=128, **how)
+    llm = LLM(folder, hf_overrides=exact, skip_tokenizer_init=True, max_model_len=128, gpu_memory_utilization=0.3)
 
     def rollout(prompts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         asked = [

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support import fresh
 from torch import nn
 from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding as vllm_rope
 from vllm.model_executor.layers.attention import attention as vllm_attention_layer
 from vllm.model_executor.model_loader.reload import layerwise
@@ -23,7 +24,8 @@ from vllm_layers import default_dtype, ready, reloading
 import skuda.torch as st
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.exact import exact_
-from skuda.vllm.attention import ExactAttentionBackend
+from skuda.vllm.attention import CACHE_DTYPE, ExactAttentionBackend
+from skuda.vllm.exact import check as check_exact
 from skuda.vllm.exact_model import ExactDecoderLayer, make_exact
 
 SIZES = {
@@ -145,6 +147,25 @@ def test_a_checkpoint_of_compressed_tensors_is_served_with_its_bits_and_its_head
     described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert described["quant_method"] == "compressed-tensors"
     check(server(tmp_path, **described), exact(trainer))
+
+
+def test_attention_and_cache_follow_from_exact_where_the_user_chose_none(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    floating("qwen3", tmp_path)
+
+    def made(**more):
+        given = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256, **more}
+        return EngineArgs(**given).create_engine_config()
+
+    exact = {"hf_overrides": {"quantization_config": {"quant_method": "skuda", "exact": True}}}
+    explicit = {"quantization": "skuda", "attention_backend": "CUSTOM", "kv_cache_dtype": CACHE_DTYPE}
+    found = made(**exact)
+    assert found.compute_hash() == made(**exact, **explicit).compute_hash() != made().compute_hash()
+    check_exact(found)
+    for own in ({"attention_backend": "TRITON_ATTN"}, {"kv_cache_dtype": "fp8"}):
+        with pytest.raises(InvalidProblem, match=f"{next(iter(own))}"):
+            check_exact(made(**exact, **own))
+    assert made(quantization="skuda").cache_config.cache_dtype == "auto"
 
 
 @pytest.mark.parametrize("tied", [False, True])
