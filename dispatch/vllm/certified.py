@@ -126,10 +126,7 @@ def options(path: str, dtype: str, longest: int) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "dtype": dtype,
         "max_model_len": longest + 1,
-        "quantization": NAME,
         "hf_overrides": {"quantization_config": {"quant_method": NAME, "exact": True}},
-        "attention_backend": "CUSTOM",
-        "kv_cache_dtype": "int8_per_token_head",
         "enable_prefix_caching": True,
         "max_num_seqs": _CHUNK,
         # Beside a model of torch on the same card: a cache of this size, whatever is free.

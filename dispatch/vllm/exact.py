@@ -19,6 +19,7 @@ from skuda.vllm.adapters import check_loading
 from skuda.vllm.attention import CACHE_DTYPE
 from skuda.vllm.config import SkudaVllmConfig
 from skuda.vllm.linear_kernel import logger
+from skuda.vllm.status import NAME
 from skuda.vllm.warming import attend
 
 _METHODS = "ngram", "draft_model"
@@ -26,9 +27,15 @@ _METHODS = "ngram", "draft_model"
 
 
 def register() -> None:
-    """Let every worker of vLLM that begins after this prepare its kernels, and have what its config asks for."""
+    """Let configs of exact models choose skuda's cache, and workers prepare kernels and have what configs ask for."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    from skuda.torch.exact.exact import FAMILIES  # it imports transformers
+
+    for family in FAMILIES:
+        name = f"{family.capitalize()}ForCausalLM"
+        MODELS_CONFIG_MAP[name] = _completing(MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig))
     original: Any = WorkerWrapperBase.init_device
     if getattr(original, "serves_skuda", False):
         return
@@ -44,6 +51,40 @@ def register() -> None:
 
     init_device.serves_skuda = True  # type: ignore[attr-defined]
     WorkerWrapperBase.init_device = init_device
+
+
+def _completing(kind: Any) -> Any:
+    """Return vLLM's class of rules of a family's config with one rule more, once."""
+    if hasattr(kind, "completes"):
+        return kind
+
+    class Completing(kind):  # type: ignore[misc]
+        completes = True
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            complete(vllm_config)
+            kind.verify_and_update_config(vllm_config)
+
+    return Completing
+
+
+def complete(config: Any) -> None:
+    """Choose skuda's attention and cache for an exact model where the user chose none.
+
+    Parameters
+    ----------
+    config : VllmConfig
+        Its `quant_config` is not made yet.
+    """
+    described = getattr(config.model_config.hf_config, "quantization_config", None) or {}
+    if config.model_config.quantization != NAME or described.get("exact") is not True:
+        return
+    attention = config.attention_config
+    if attention.backend is None and not attention.backend_per_kind:
+        attention.backend = AttentionBackendEnum.CUSTOM
+    if config.cache_config.cache_dtype == "auto":
+        config.cache_config.cache_dtype = CACHE_DTYPE
 
 
 def serve(worker: Any) -> None:

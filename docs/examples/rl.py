@@ -26,9 +26,8 @@ def by_vllm(folder: str) -> Server:
     from vllm import LLM, SamplingParams
 
     exact = {"quantization_config": {"quant_method": "skuda", "exact": True}}
-    how = {"attention_backend": "CUSTOM", "kv_cache_dtype": "int8_per_token_head", "gpu_memory_utilization": 0.3}
-    how |= {"skip_tokenizer_init": True, "max_model_len": 128, "logprobs_mode": "processed_logprobs"}
-    llm = LLM(folder, quantization="skuda", hf_overrides=exact, **how)
+    how = {"skip_tokenizer_init": True, "max_model_len": 128, "gpu_memory_utilization": 0.3}
+    llm = LLM(folder, hf_overrides=exact, logprobs_mode="processed_logprobs", **how)
 
     def rollout(prompts: list[list[int]], seed: int, **more: object) -> Answers:
         more |= {"ignore_eos": True, "logprobs": 0, "detokenize": False}

@@ -14,15 +14,18 @@ from safetensors.torch import load_file
 from support import fresh
 from torch import nn
 from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding as vllm_rope
 from vllm.model_executor.layers.attention import attention as vllm_attention_layer
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm_attention import Server, config_of
-from vllm_layers import default_dtype, ready
+from vllm_layers import default_dtype, ready, reloading
 
 import skuda.torch as st
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.exact import exact_
-from skuda.vllm.attention import ExactAttentionBackend
+from skuda.vllm.attention import CACHE_DTYPE, ExactAttentionBackend
+from skuda.vllm.exact import check as check_exact
 from skuda.vllm.exact_model import ExactDecoderLayer, make_exact
 
 SIZES = {
@@ -55,6 +58,7 @@ def server(served, tmp_path, monkeypatch):
         kind = getattr(import_module(f"vllm.model_executor.models.{kind}"), f"{FAMILIES[kind]}ForCausalLM")
         with set_current_vllm_config(config), default_dtype(torch.bfloat16):
             model = kind(vllm_config=config)
+            layerwise.record_metadata_for_reloading(model)
             model.load_weights(load_file(folder / "model.safetensors").items())
             for module in model.modules():
                 if getattr(module, "quant_method", None) is not None:
@@ -143,6 +147,36 @@ def test_a_checkpoint_of_compressed_tensors_is_served_with_its_bits_and_its_head
     described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert described["quant_method"] == "compressed-tensors"
     check(server(tmp_path, **described), exact(trainer))
+
+
+def test_attention_and_cache_follow_from_exact_where_the_user_chose_none(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    floating("qwen3", tmp_path)
+
+    def made(**more):
+        given = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256, **more}
+        return EngineArgs(**given).create_engine_config()
+
+    exact = {"hf_overrides": {"quantization_config": {"quant_method": "skuda", "exact": True}}}
+    explicit = {"quantization": "skuda", "attention_backend": "CUSTOM", "kv_cache_dtype": CACHE_DTYPE}
+    found = made(**exact)
+    assert found.compute_hash() == made(**exact, **explicit).compute_hash() != made().compute_hash()
+    check_exact(found)
+    for own in ({"attention_backend": "TRITON_ATTN"}, {"kv_cache_dtype": "fp8"}):
+        with pytest.raises(InvalidProblem, match=f"{next(iter(own))}"):
+            check_exact(made(**exact, **own))
+    assert made(quantization="skuda").cache_config.cache_dtype == "auto"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weights", [{}, FOUR])
+def test_weights_that_vllm_transfers_have_the_bits_of_their_trainer(server, tmp_path, weights, tied):
+    floating("qwen3", tmp_path, tied=tied)
+    made, folder = server(tmp_path, **weights), tmp_path / "new"
+    trained = floating("qwen3", folder, tied=tied, initializer_range=0.5)
+    with reloading(made.model):  # as vLLM's engines of weight transfer do
+        made.model.load_weights(load_file(folder / "model.safetensors").items())
+    check(made, exact(trained, **weights))
 
 
 def other_rope(model, config):

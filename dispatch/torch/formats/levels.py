@@ -32,6 +32,8 @@ WIDEST_SYMMETRIC = HIGHEST // 7
 """The largest scale with codes of -7 to 7 times it."""
 _MOST_GROUPS, _MOST_ELEMENTS = 1024, 1 << 22
 """Groups, and elements, that are in memory as more than bytes at a time."""
+_MORE_ON_A_GPU = 16
+"""Times as many groups there, where launches take the time."""
 _TRIED = [1 + step / 64 for step in range(64)]
 """Channel scales that are tried beside fractions, over the least one: smaller ones would cut off large weights."""
 _KEYS = 1 << 13
@@ -273,7 +275,8 @@ def _quantized(codes: Tensor, *, symmetric: bool, whole: bool) -> tuple[Tensor, 
     low, high = codes.amin(1).int(), codes.amax(1).int()
     # Similar groups are tried together, because few scales and offsets can be the best for any of them.
     alike = ((high - low) // 8 * 256 + low).argsort()
-    for which in alike.split(max(1, min(_MOST_GROUPS, _MOST_ELEMENTS // size))):
+    most = _MOST_GROUPS * (_MORE_ON_A_GPU if codes.is_cuda else 1)
+    for which in alike.split(max(1, min(most, _MOST_ELEMENTS // size))):
         own, least, most = codes[which].int(), low[which], high[which]
         scale, offset = _best(own, least, most, symmetric=symmetric, whole=whole)
         scales[which], offsets[which] = scale.to(torch.uint8), offset.to(torch.int8)
