@@ -24,6 +24,7 @@ from vllm_layers import default_dtype, ready, reloading
 import skuda.torch as st
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.exact import exact_
+from skuda.vllm import certified
 from skuda.vllm.attention import CACHE_DTYPE, ExactAttentionBackend
 from skuda.vllm.exact import check as check_exact
 from skuda.vllm.exact_model import ExactDecoderLayer, make_exact
@@ -161,9 +162,11 @@ def test_attention_and_cache_follow_from_exact_where_the_user_chose_none(alone, 
     explicit = {"quantization": "skuda", "attention_backend": "CUSTOM", "kv_cache_dtype": CACHE_DTYPE}
     found = made(**exact)
     assert found.compute_hash() == made(**exact, **explicit).compute_hash() != made().compute_hash()
-    check_exact(found)
+    for config in (found, made(**certified.options(str(tmp_path), "bfloat16", 200))):
+        check_exact(config)
+        assert config.cache_config.cache_dtype == CACHE_DTYPE
     for own in ({"attention_backend": "TRITON_ATTN"}, {"kv_cache_dtype": "fp8"}):
-        with pytest.raises(InvalidProblem, match=f"{next(iter(own))}"):
+        with pytest.raises(InvalidProblem, match=next(iter(own))):
             check_exact(made(**exact, **own))
     assert made(quantization="skuda").cache_config.cache_dtype == "auto"
 

@@ -275,8 +275,8 @@ def _quantized(codes: Tensor, *, symmetric: bool, whole: bool) -> tuple[Tensor, 
     low, high = codes.amin(1).int(), codes.amax(1).int()
     # Similar groups are tried together, because few scales and offsets can be the best for any of them.
     alike = ((high - low) // 8 * 256 + low).argsort()
-    most = _MOST_GROUPS * (_MORE_ON_A_GPU if codes.is_cuda else 1)
-    for which in alike.split(max(1, min(most, _MOST_ELEMENTS // size))):
+    at_once = min(_MOST_GROUPS * (_MORE_ON_A_GPU if codes.is_cuda else 1), _MOST_ELEMENTS // size)
+    for which in alike.split(max(1, at_once)):
         own, least, most = codes[which].int(), low[which], high[which]
         scale, offset = _best(own, least, most, symmetric=symmetric, whole=whole)
         scales[which], offsets[which] = scale.to(torch.uint8), offset.to(torch.int8)
