@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,26 @@ def _engines(names: dict[str, str], record: Path) -> list[tuple[str, ...]]:
     ]
 
 
+def vllm_served(record: Path = EVIDENCE / "h200-vllm-exact.txt") -> str:
+    """Return what vLLM's benchmark of its server said, the median of its rounds."""
+    found: dict[tuple[str, int, str], list[dict[str, float]]] = defaultdict(list)
+    for line in record.read_text(encoding="utf-8").splitlines():
+        if one := re.fullmatch(r"served \d+ (\S+) (\{.*\})", line):
+            said = json.loads(one[2])
+            found[one[1], said["graphs"], said["load"]].append(said)
+    names = {"skudaexact": "skuda, exact", "skudaint4exact": "skuda, exact, 4 bits", "fp8": "fp8", "stock": "int8"}
+    names["w4a16"] = "W4A16"
+    fields = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+    rows = []
+    for graphs, name in product((2048, 512), names):
+        if (name, graphs, "at once") in found:
+            speed = statistics.median(said["output_throughput"] for said in found[name, graphs, "at once"])
+            often = found[name, graphs, "12 a second"]
+            times = (f"{statistics.median(said[field] for said in often):.1f}" for field in fields)
+            rows.append((names[name], f"{graphs:,}", f"{speed:,.0f}", *times))
+    return markdown_table(("", "graphs", "tokens/s", "first, ms", "99%", "between, ms", "99%"), rows)
+
+
 def accuracy(record: Path = EVIDENCE / "accuracy.json") -> str:
     """Return what ``skuda evaluate`` recorded of a language model, beside the speed of a larger one in vLLM."""
     found = json.loads(record.read_text(encoding="utf-8"))
@@ -212,6 +233,7 @@ TABLES = {
     "python docs/tables.py accuracy-in-short": accuracy_in_short,
     "python docs/tables.py int4-times": int4_times,
     "python docs/tables.py vllm-engines": vllm_engines,
+    "python docs/tables.py vllm-served": vllm_served,
     "python tests/programs/attention_error.py": attention_error,
 }
 """Tables that no `skuda` command prints, by the command of their blocks."""

@@ -11,7 +11,7 @@ PARTS = {
     "dispatch without torch and engines": ("dispatch", ("torch", "serving", "vllm"), 11_000),
     "torch": ("dispatch/torch", (), 17_240),
     "serving": ("dispatch/serving", (), 640),
-    "vllm": ("dispatch/vllm", (), 2_860),
+    "vllm": ("dispatch/vllm", (), 2_866),
     "tests": ("tests", (), 49_560),
 }
 

@@ -26,6 +26,12 @@ _METHODS = "ngram", "draft_model"
 """The methods of speculative decoding that are served."""
 
 
+_USUAL = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""Tokens of the steps that vLLM captures, up to twice as many as there may be sequences."""
+_WITH_PROMPTS = range(640, 2049, 128)
+"""Further ones, of steps with a prompt. The host takes longer to launch such a step than the GPU to compute it."""
+
+
 def register() -> None:
     """Let configs of exact models choose skuda's cache, and workers prepare kernels and have what configs ask for."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -70,7 +76,7 @@ def _completing(kind: Any) -> Any:
 
 
 def complete(config: Any) -> None:
-    """Choose skuda's attention and cache for an exact model where the user chose none.
+    """Choose skuda's attention and cache for an exact model, and the sizes of graphs, where the user chose none.
 
     Parameters
     ----------
@@ -85,6 +91,11 @@ def complete(config: Any) -> None:
         attention.backend = AttentionBackendEnum.CUSTOM
     if config.cache_config.cache_dtype == "auto":
         config.cache_config.cache_dtype = CACHE_DTYPE
+    graphs = config.compilation_config
+    chosen = graphs.cudagraph_capture_sizes is not None or graphs.max_cudagraph_capture_size is not None
+    if not chosen and not config.model_config.enforce_eager and config.performance_mode != "interactivity":
+        most = 2 * config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens)
+        graphs.cudagraph_capture_sizes = [size for size in _USUAL if size <= most] + [*_WITH_PROMPTS]
 
 
 def serve(worker: Any) -> None:

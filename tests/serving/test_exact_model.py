@@ -27,6 +27,7 @@ from skuda.torch.exact import exact_
 from skuda.vllm import certified
 from skuda.vllm.attention import CACHE_DTYPE, ExactAttentionBackend
 from skuda.vllm.exact import check as check_exact
+from skuda.vllm.exact import complete
 from skuda.vllm.exact_model import ExactDecoderLayer, make_exact
 
 SIZES = {
@@ -169,6 +170,13 @@ def test_attention_and_cache_follow_from_exact_where_the_user_chose_none(alone, 
         with pytest.raises(InvalidProblem, match=next(iter(own))):
             check_exact(made(**exact, **own))
     assert made(quantization="skuda").cache_config.cache_dtype == "auto"
+    # vLLM captures nothing on a CPU, so this is what it would start from.
+    config = made(**exact, max_num_seqs=16)
+    for own, sizes in ((None, [1, 2, 4, 8, 16, 24, 32, *range(640, 2049, 128)]), ([1, 8], [1, 8])):
+        config.compilation_config.cudagraph_capture_sizes = own
+        config.compilation_config.max_cudagraph_capture_size = None
+        complete(config)
+        assert config.compilation_config.cudagraph_capture_sizes == sizes
 
 
 @pytest.mark.parametrize("tied", [False, True])
