@@ -19,6 +19,7 @@ with warnings.catch_warnings(action="ignore"):  # pytest has not read tests/conf
     from vllm.plugins import load_general_plugins
 
 torch.set_num_threads(1)
+torch.cpu._is_amx_tile_supported = lambda: False  # where it is, vLLM packs weights by its library
 # vLLM 0.26 asks its library for this op when it builds the layer, and runs it only on a GPU.
 torch.library.define("_C::silu_and_mul", "(Tensor! result, Tensor input) -> ()")
 

@@ -494,6 +494,8 @@ def test_bits_depend_on_no_timing_and_no_fused_gate(given):
 
 
 HASH = """
+import torch
+torch.cpu._is_amx_tile_supported = lambda: False  # as in conftest.py
 from vllm.config import VllmConfig, set_current_vllm_config
 from skuda.vllm.fusion import add_pass
 config = VllmConfig()
