@@ -55,7 +55,10 @@ def _bytes_index(index: Index) -> Index:
 
 
 def read(array: Array, element: ElementKind, index: Index) -> Array:
-    """Return the elements of one box; packed elements are unpacked to int8 or uint8."""
+    """Return the elements of one box; packed elements are unpacked to int8 or uint8, halves are joined to int32."""
+    if element.is_split:
+        high, low = halves(array)
+        return np.asarray((high[index].astype(np.int32) << 8) + low[index])
     if not element.is_packed:
         return np.asarray(array[index])
     pairs = array[_bytes_index(index)]
@@ -68,10 +71,16 @@ def read(array: Array, element: ElementKind, index: Index) -> Array:
 
 
 def write(array: Array, element: ElementKind, index: Index, values: Array) -> None:
-    """Store the elements of one box; packed elements two per byte, low nibble first, an unused high nibble as zero.
+    """Store the elements of one box: packed ones two per byte, low nibble first, an unused high nibble as zero.
 
     The values are whole numbers that the element holds, of any dtype.
     """
+    if element.is_split:
+        high, low = halves(array)
+        both = values.astype(np.int32)
+        high[index] = above = (both + 128) >> 8
+        low[index] = both - (above << 8)
+        return
     if not element.is_packed:
         array[index] = values
         return
@@ -79,6 +88,17 @@ def write(array: Array, element: ElementKind, index: Index, values: Array) -> No
     if nibbles.shape[-1] % 2:
         nibbles = np.concatenate((nibbles, np.zeros((*nibbles.shape[:-1], 1), np.uint8)), axis=-1)
     array[_bytes_index(index)] = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def halves(array: Any) -> tuple[Any, Any]:
+    """Return the high and the low halves of split elements, as views of their array or tensor."""
+    count = array.shape[-1] // 2
+    return array[..., :count], array[..., count:]
+
+
+def planes(array: Any, element: ElementKind) -> tuple[Any, ...]:
+    """Return the `halves` of an array of split elements; of others the array itself."""
+    return halves(array) if element.is_split else (array,)
 
 
 def scalar_of_one(values: Array) -> Array:

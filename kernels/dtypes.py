@@ -19,6 +19,7 @@ _STORAGE: dict[ElementKind, np.dtype[Any]] = {
     ElementKind.U4: np.dtype(np.uint8),
     ElementKind.S8: np.dtype(np.int8),
     ElementKind.U8: np.dtype(np.uint8),
+    ElementKind.S16: np.dtype(np.int8),
     ElementKind.S32: np.dtype(np.int32),
     ElementKind.U32: np.dtype(np.uint32),
     ElementKind.S64: np.dtype(np.int64),
@@ -26,7 +27,7 @@ _STORAGE: dict[ElementKind, np.dtype[Any]] = {
 
 
 def storage_dtype(element: ElementKind) -> np.dtype[Any]:
-    """Return the dtype of an array that stores `element`; packed elements are stored in bytes.
+    """Return the dtype of an array that stores `element`; packed and split elements are stored in bytes.
 
     Raises
     ------

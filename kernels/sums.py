@@ -35,7 +35,7 @@ def at_ends(problem: Descriptor, inputs: dict[str, Any], rng: np.random.Generato
         return {}
     found: dict[str, Any] = {name: _codes(inputs[name], rng) for name in ("act_q", "weight_q") if name in inputs}
     if all(len(found.get(name, ())) > 1 for name in ("act_q", "weight_q")) and found["act_q"].shape[1]:
-        act, weight = found["act_q"][1], found["weight_q"][1]
+        act, weight = (found[name][1][-found["weight_q"].shape[1] :] for name in ("act_q", "weight_q"))
         act[0] = np.iinfo(act.dtype).max  # it is odd
         weight[0] ^= 1 - np.count_nonzero(act & weight & 1) % 2
     if "activation" in inputs:

@@ -68,9 +68,14 @@ class Argument(NamedTuple):
 
 
 def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ...]:
-    """Return the shape of the array that stores `shape` elements. Packing halves the last axis and rounds up."""
+    """Return the shape of the array that stores `shape` elements: packing halves the last axis, and rounds up.
+
+    Elements of two halves double it.
+    """
     if element.is_packed and shape:
         return (*shape[:-1], -(-shape[-1] // 2))
+    if element.is_split and shape:
+        return (*shape[:-1], 2 * shape[-1])
     return shape
 
 

@@ -9,6 +9,8 @@ class ElementKind(StrEnum):
     """The type of one element. The value is the short name used in descriptors, ids and reports.
 
     ``s4`` and ``u4`` are stored two to a byte, low nibble first; every row (run along the last axis) starts at a byte.
+    ``s16`` is stored in s8: a row has the high halves of all its elements, then the low ones. An element is 256 high +
+    low, with high = (element + 128) >> 8; products of halves are products of s8.
     """
 
     __hash__ = str.__hash__  # an enumeration's own is a slower Python function
@@ -24,6 +26,7 @@ class ElementKind(StrEnum):
     U4 = "u4"
     S8 = "s8"
     U8 = "u8"
+    S16 = "s16"
     S32 = "s32"
     U32 = "u32"
     S64 = "s64"
@@ -48,6 +51,16 @@ class ElementKind(StrEnum):
         return self in (ElementKind.S4, ElementKind.U4)
 
     @property
+    def is_split(self) -> bool:
+        """Whether an element has two halves, which are stored apart."""
+        return self is ElementKind.S16
+
+    @property
+    def halves(self) -> int:
+        """Bytes in which an array has an element, each at its own place: 2 for s16, else 1."""
+        return 2 if self is ElementKind.S16 else 1
+
+    @property
     def integer_range(self) -> tuple[int, int] | None:
         """Smallest and largest value of an integer element, else None."""
         return _RANGES.get(self)
@@ -70,6 +83,7 @@ _BITS = {
     ElementKind.U4: 4,
     ElementKind.S8: 8,
     ElementKind.U8: 8,
+    ElementKind.S16: 16,
     ElementKind.S32: 32,
     ElementKind.U32: 32,
     ElementKind.S64: 64,
@@ -86,6 +100,7 @@ _RANGES = {
     ElementKind.U4: (0, 15),
     ElementKind.S8: (-128, 127),
     ElementKind.U8: (0, 255),
+    ElementKind.S16: (-32_639, 32_639),  # whose high halves are within -127..127
     ElementKind.S32: (-(2**31), 2**31 - 1),
     ElementKind.U32: (0, 2**32 - 1),
     ElementKind.S64: (-(2**63), 2**63 - 1),
@@ -99,3 +114,6 @@ CODES = (ElementKind.S8, ElementKind.U8, ElementKind.S4, ElementKind.U4)
 
 CODES8 = (ElementKind.S8, ElementKind.U8)
 """The codes of one byte."""
+
+WHOLE_CODES = (*CODES8, ElementKind.S16)
+"""The codes of whole bytes."""

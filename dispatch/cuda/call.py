@@ -101,7 +101,7 @@ class CheckedCall:
 
 def storage_element(element: ElementKind) -> ElementKind:
     """Return the element of the array that stores `element`."""
-    return ElementKind.U8 if element.is_packed else element
+    return ElementKind.U8 if element.is_packed else ElementKind.S8 if element.is_split else element
 
 
 class Binder:
@@ -387,7 +387,7 @@ class Binder:
             name, element = argument.name, argument.elements[0]
             if name in self._launch.view or name in self._leading:
                 own = facts[name].strides if name in facts else dense_strides(storage_shape(shapes[name], element))
-                layouts[name] = ViewedArray(own, element.is_packed)
+                layouts[name] = ViewedArray(own, element.is_packed, element.is_split)
         leading: dict[str, int] = {}
         for name in layouts.keys() - set(self._launch.view):
             leading |= matrix_view(self._op, shapes[name], name, layouts[name]).leading

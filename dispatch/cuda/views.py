@@ -19,6 +19,7 @@ class ViewedArray(NamedTuple):
 
     strides: Shape  # of the array, in stored elements
     packed: bool  # whether two elements share a byte along the last axis
+    split: bool = False  # whether the last axis has the high halves of all elements, then the low ones
 
 
 class View(NamedTuple):
@@ -81,11 +82,10 @@ def _splits(shape: Shape, layout: ViewedArray) -> set[int]:
     rank = len(shape)
     if 0 in shape:
         return set(range(rank + 1))
-    strides = layout.strides
-    if not layout.packed and strides == dense_strides(shape):
+    strides, stored = layout.strides, _stored(shape, layout)
+    if not (layout.packed or layout.split) and strides == dense_strides(shape):
         return set(range(rank + 1))
     # Rows of a packed array start at a byte, so a last axis that fills its bytes can be joined to the previous axis.
-    stored = _stored(shape, layout)
     whole = not layout.packed or shape[-1] % 2 == 0
     found = set()
     for split in range(rank + 1):
@@ -93,6 +93,8 @@ def _splits(shape: Shape, layout: ViewedArray) -> set[int]:
         rows = [(n, s) for n, s in zip(stored[:split], strides[:split], strict=True) if n > 1]
         if layout.packed and (split == rank or (not whole and math.prod(shape[split:-1]) > 1)):
             continue
+        if layout.split and (split == rank or math.prod(shape[split:-1]) > 1):
+            continue  # the halves of a row lie together
         if (not columns or columns[-1][1] == 1) and _chained(columns) and _chained(rows):
             found.add(split)
     return found
@@ -100,6 +102,8 @@ def _splits(shape: Shape, layout: ViewedArray) -> set[int]:
 
 def _stored(shape: Shape, layout: ViewedArray) -> Shape:
     """Return a shape in stored elements."""
+    if layout.split:
+        return (*shape[:-1], 2 * shape[-1])
     return (*shape[:-1], -(-shape[-1] // 2)) if layout.packed else shape
 
 
@@ -114,5 +118,5 @@ def _cut(shape: Shape, layouts: Mapping[str, ViewedArray], split: int) -> View:
     for name, layout in layouts.items():
         steps = [s for n, s in zip(shape[:split], layout.strides[:split], strict=True) if n > 1]
         # A single row has no next one; it gets the stride of a contiguous array.
-        leading[name] = steps[-1] if steps else -(-columns // 2) if layout.packed else columns
+        leading[name] = steps[-1] if steps else _stored((columns,), layout)[0]
     return View(rows, columns, leading)

@@ -69,6 +69,8 @@ def wanted(argument: Argument, shape: Shape) -> str:
         return f"a number or an array of one {kinds}"
     if any(element.is_packed for element in argument.elements):
         kinds += ", two to a byte (uint8)"
+    if any(element.is_split for element in argument.elements):
+        kinds += ", in two halves (int8)"
     if argument.flat and math.prod(shape) != argument.shape[0]:
         return f"an array of {argument.shape[0]} elements of {kinds}"
     return f"an array of shape {storage_shape(shape, argument.elements[0])} of {kinds}"

@@ -220,25 +220,28 @@ class Fields:
             whole = bool(axes) and axes[0].whole
             if len(axes) != len(had) and not whole:
                 raise InvalidProblem(self._op, each.name, f"shape {seen.shape}", f"have the axes ({each.axes})")
-            if axes and self._is_packed(each, fields):
+            element = self._kind(each, fields)
+            if axes and element is not None and element.is_packed:
                 packed[axes.pop().name] = each.name
             elif whole and axes[0].name in self._infos:
                 fields.setdefault(axes.pop().name, had)
+            if axes and element is not None and element.is_split:
+                had = (*had[:-1], had[-1] // 2)
             for axis, extent in zip(axes, had, strict=False):
                 if axis.name in self._infos:
                     fields.setdefault(axis.name, extent // axis.factor)
         return packed
 
-    def _is_packed(self, each: ArgumentSpec, fields: Mapping[str, Any]) -> bool:
+    def _kind(self, each: ArgumentSpec, fields: Mapping[str, Any]) -> ElementKind | None:
         named = (fields.get(name) or self._defaults.get(name) for name in each.element_names)
         element = next((kind for kind in (*named, *each.fixed_elements) if kind is not None), None)
-        return element is not None and ElementKind(element).is_packed
+        return None if element is None else ElementKind(element)
 
     def _bounds(self, code: Any) -> tuple[int, ...]:
         """Return the default bounds: symmetric s8 for a matrix product, else the range of the output codes."""
         if self._descriptor.layout is not None:
             return (-127, 127)
-        return (ElementKind(code).integer_range or ()) if code in CODES else ()
+        return (ElementKind(code).integer_range or ()) if code in (*CODES, ElementKind.S16) else ()
 
     def _refuse(self, field: str, packed: Mapping[str, str]) -> NoReturn:
         sources = self.sources(field)

@@ -64,6 +64,8 @@ class Traffic(Value):
         Whether the activation is floating and each row gets a scale at run time.
     scale_bytes : int
         Bytes of the scale and the zero point of a row. 0 if all rows have one scale.
+    halves : int
+        Bytes of a code. Sums of codes of 1 byte are s32, of 2 bytes s64.
     """
 
     m: Extent
@@ -72,6 +74,7 @@ class Traffic(Value):
     output_bytes: _Bytes
     dynamic: bool
     scale_bytes: _Bytes = 4
+    halves: Annotated[Integer, Field(ge=1, le=2)] = 1
 
     def transfers(self, shards: Shards, *, scattered: bool, chunks: int = 1) -> tuple[Transfer, ...]:
         """Return the collectives of a layer in order. With several chunks, sums are scattered."""
@@ -81,19 +84,19 @@ class Traffic(Value):
         count = shards.count
         if count == 1:
             return ()
-        part = (count - 1) / count
+        part, sums = (count - 1) / count, f"s{32 * self.halves}"
         moved: list[tuple[str, float, int]] = []
         if self.dynamic and shards.input == "columns":
             moved.append(("all-reduce of the rows' maxima", 2 * part * self.scale_bytes * self.m, 1))
         if shards.axis == "n":
             if shards.input != "whole":
-                moved.append(("all-gather of codes", part * self.m * self.k, chunks))
+                moved.append(("all-gather of codes", part * self.m * self.k * self.halves, chunks))
             if shards.input == "rows" and self.scale_bytes:
                 moved.append(("all-gather of scales", part * self.m * self.scale_bytes, 1))
         elif scattered:
-            moved.append(("reduce-scatter of s32 sums", part * self.m * self.n * 4, chunks))
+            moved.append((f"reduce-scatter of {sums} sums", part * self.m * self.n * 4 * self.halves, chunks))
         else:
-            moved.append(("all-reduce of s32 sums", 2 * part * self.m * self.n * 4, 1))
+            moved.append((f"all-reduce of {sums} sums", 2 * part * self.m * self.n * 4 * self.halves, 1))
         if shards.output == "whole" and (shards.axis == "n" or scattered):
             moved.append(("all-gather of the output", part * self.m * self.n * self.output_bytes, chunks))
         return tuple(

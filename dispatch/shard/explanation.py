@@ -10,7 +10,7 @@ from skuda.dispatch.select.explanation import Explanation
 from skuda.dispatch.shard.cost import Traffic, Transfer
 from skuda.dispatch.shard.layer import ShardSchedule
 from skuda.dispatch.shard.shards import Shards
-from skuda.kernels.linear.problem import LinearProblem, longest_k
+from skuda.kernels.linear.problem import SUMS, LinearProblem, longest_k
 from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
 from skuda.kernels.linear.rescale import RescaleDescriptor
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
@@ -167,13 +167,17 @@ def check(problem: Descriptor, shards: Shards) -> LinearProblem:
             "Shards", "problem", shown(problem), "be a linear layer, such as QuantizedLinearDescriptor"
         )
     name = type(problem).__name__
-    if problem.output is ElementKind.S32:
-        raise InvalidProblem(name, "output_element", "s32", "be the output's element: a split layer adds up the sums")
+    if problem.output in SUMS:
+        rule = "be the output's element: a split layer adds up the sums"
+        raise InvalidProblem(name, "output_element", str(problem.output), rule)
+    if problem.code_element.is_split and (shards.axis, shards.input) == ("n", "columns"):
+        rule = "be of 8 bits where columns of codes are gathered: the halves of rows would not lie together"
+        raise InvalidProblem(name, "activation_element", str(problem.code_element), rule)
     _, n, k = problem.sizes
     shards.parts(n, k)
     if shards.input == "columns":
         shards.columns(k)
-    if shards.axis == "k":
+    if shards.axis == "k" and problem.sums_element is ElementKind.S32:
         longest = longest_k(problem.code_element, problem.weight_code)
         if k > longest:
             codes = f"{problem.code_element} by {problem.weight_code}"
@@ -202,7 +206,8 @@ def traffic(problem: LinearProblem) -> Traffic:
     beside = 0
     if per_row(problem):
         beside = problem.compute.bits // 8 + 4 * bool(getattr(problem, "has_act_zero_point", False))
-    return Traffic(m=m, n=n, k=k, output_bytes=problem.output.bits // 8, dynamic=problem.dynamic, scale_bytes=beside)
+    sizes = {"output_bytes": problem.output.bits // 8, "scale_bytes": beside, "halves": problem.code_element.halves}
+    return Traffic(m=m, n=n, k=k, dynamic=problem.dynamic, **sizes)
 
 
 def problems(problem: LinearProblem, schedule: ShardSchedule, rank: int) -> dict[tuple[str, int], Descriptor]:
@@ -222,13 +227,13 @@ def problems(problem: LinearProblem, schedule: ShardSchedule, rank: int) -> dict
             found |= {("layer", m): _sized(problem, m, part, k) for m in schedule.chunks}
         return found
     s8, codes, shifted = ElementKind.S8, problem.code_element, problem.shifts_activation
-    sums = {"output_element": ElementKind.S32, "activation_element": codes, **_of_weight(problem)}
+    sums = {"output_element": problem.sums_element, "activation_element": codes, **_of_weight(problem)}
     found |= {("sums", rows): ScaledLinearDescriptor(m=rows, n=n, k=part, **sums) for rows in schedule.chunks}
     if problem.has_weight_zero_point:
         found["row_sums", m] = ScaledLinearDescriptor(m=m, n=1, k=part, **sums | {"weight_element": s8})
     if shifted:
         found["channel_sums", 1] = ScaledLinearDescriptor(m=1, n=n, k=part, **sums | {"activation_element": s8})
-    about = _same(problem) | {"has_act_zero_point": shifted}
+    about = _same(problem) | {"has_act_zero_point": shifted, "sums_element": problem.sums_element}
     about = {name: about[name] for name in RescaleDescriptor.model_fields if name in about}
     every = len(schedule.chunks) == 1 and not schedule.scattered
     for rows in (m,) if every else (shards.rows(rows)[rank] for rows in schedule.chunks):

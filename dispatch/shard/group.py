@@ -22,7 +22,7 @@ class Group(Protocol):
     Raises
     ------
     InvalidProblem
-        On the rank at fault, for an argument of the wrong type, sums of elements other than s32, and sizes that do not
+        On the rank at fault, for an argument of the wrong type, sums that are not s32 or s64, and sizes that do not
         add up.
     """
 
@@ -53,10 +53,10 @@ class Group(Protocol):
         """
 
     def sum(self, array: Any) -> Any:
-        """Return the sum over the ranks, element by element. The elements are s32, so it is exact in any order."""
+        """Return the sum over the ranks, element by element. Elements are s32 or s64, so it is exact in any order."""
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
-        """Return this rank's rows of the s32 sum over the ranks. `sizes` has the number of rows of each rank."""
+        """Return this rank's rows of what `sum` returns. `sizes` has the number of rows of each rank."""
 
     def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
         """Concatenate the arrays of all ranks along axis 0 or 1. `sizes` has the length of each array."""
@@ -117,14 +117,14 @@ def differing(texts: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
     return tuple((rank, text) for text, rank in first.items()) if len(first) > 1 else ()
 
 
-def check_array(method: str, array: Any, kinds: tuple[type, ...], s32: object = None) -> None:
-    """Check that an argument is an array. `s32` is the dtype that it must have: sums of others may be rounded."""
+def check_array(method: str, array: Any, kinds: tuple[type, ...], *dtypes: object) -> None:
+    """Check that an argument is an array, of one of some dtypes if there are any: sums of others may be rounded."""
     if not isinstance(array, kinds):
         rule = f"be a {' or '.join(kind.__name__ for kind in kinds)}"
         raise InvalidProblem(f"Group.{method}", "array", shown(array), rule)
     dtype = getattr(array, "dtype", None)
-    if s32 is not None and dtype != s32:
-        raise InvalidProblem(f"Group.{method}", "array", f"elements {dtype}", "be s32, so that the sum is exact")
+    if dtypes and dtype not in dtypes:
+        raise InvalidProblem(f"Group.{method}", "array", f"elements {dtype}", "be s32 or s64, so that the sum is exact")
 
 
 def check_text(method: str, argument: str, given: object) -> None:

@@ -4,7 +4,7 @@ A step is a function of arrays: a prepared plan, or an op of torch. The ranks ex
 integers. All of these are exact, so the number of ranks does not change the bits of the result:
 
 - The scale of a row follows from the maximum of its magnitudes, which is the largest of the ranks' maxima.
-- The sum over K is the sum of the ranks' sums, in s32 and in any order.
+- The sum over K is the sum of the ranks' sums, in s32 or s64, and in any order.
 - The epilogue is applied to the whole sum of each element.
 
 With several chunks of rows, the ranks exchange one chunk while they compute the product of the next. Every row is
@@ -33,7 +33,7 @@ class LayerInput(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the inner size, s32."""
+    """Sums over the inner size: of products s32, or s64 for codes of 16 bits; the others s32."""
 
     products: Any  # of codes times weights, of shape (m, n)
     of_rows: Any = None  # of codes, of shape (m,), where the weight has zero points

@@ -98,11 +98,11 @@ class _Rank:
         return np.maximum.reduce(self._alike(array, f"{array.dtype} of shape {list(array.shape)}"))
 
     def sum(self, array: Any) -> Any:
-        array = _host("sum", array, np.int32)
-        return np.add.reduce(self._alike(array, f"{array.dtype} of shape {list(array.shape)}"), dtype=np.int32)
+        array = _host("sum", array, *_SUMS)
+        return np.add.reduce(self._alike(array, f"{array.dtype} of shape {list(array.shape)}"), dtype=array.dtype)
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
-        array = _host("sum_rows", array, np.int32)
+        array = _host("sum_rows", array, *_SUMS)
         check_sizes("sum_rows", array, 0, sizes, self, whole=True)
         return own(self.sum(array), 0, sizes, self.rank)
 
@@ -130,13 +130,16 @@ class _Rank:
         return [each for _, each in found]
 
 
-def _host(method: str, array: Any, s32: object = None) -> Any:
+_SUMS = np.dtype(np.int32), np.dtype(np.int64)
+
+
+def _host(method: str, array: Any, *dtypes: object) -> Any:
     """Return an array of NumPy as it is, and a tensor on the CPU as one."""
     found = array
     if hasattr(array, "__array__") and not isinstance(array, type):
         with suppress(TypeError, ValueError, RuntimeError):  # it is not on the CPU, or its element is not one of NumPy
             found = np.asarray(array)
-    check_array(method, found, (np.ndarray,), s32)
+    check_array(method, found, (np.ndarray,), *dtypes)
     return found
 
 

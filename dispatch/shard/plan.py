@@ -23,6 +23,7 @@ from skuda.dispatch.shard.layer import LayerInput, RankWork, Sums
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.argument import storage_shape
 from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, Unsupported
@@ -262,9 +263,10 @@ class BoundShards:
                 raise InvalidProblem(name, argument.name, "nothing", "be given")
             shape = getattr(given, "shape", None)
             shape = list(shape) if isinstance(shape, tuple) else None
-            if not argument.is_scalar and shape != list(argument.shape):
+            stored = list(storage_shape(argument.shape, argument.elements[0]))
+            if not argument.is_scalar and shape != stored:
                 had = shown(given) if shape is None else f"shape {shape}"
-                rule = f"have shape {list(argument.shape)} on rank {self._group.rank}"
+                rule = f"have shape {stored} on rank {self._group.rank}"
                 raise InvalidProblem(name, argument.name, had, rule)
 
     def _scales(self, problem: LinearProblem, like: Any, arrays: Mapping[str, Any]) -> tuple[Any, Any]:

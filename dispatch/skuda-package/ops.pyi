@@ -267,10 +267,10 @@ def rescale(
     *, sums: Any, act_scale: Any, act_zero_point: Any = None, weight_sums: Any = None, weight_scale: Any,
     weight_zero_point: Any = None, act_sums: Any = None, bias: Any = None, output_scale: Any = None,
     output_zero_point: Any = None, output: Any = None, m: int | None = None, n: int | None = None, k: int,
-    output_element: ElementKind | str | None = None, epilogue: EpilogueKind | str | None = None,
-    act_scale_scope: DynamicRangeScope | str | None = None, has_act_zero_point: bool | None = None,
-    has_weight_zero_point: bool | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
+    output_element: ElementKind | str | None = None, sums_element: ElementKind | str | None = None,
+    epilogue: EpilogueKind | str | None = None, act_scale_scope: DynamicRangeScope | str | None = None,
+    has_act_zero_point: bool | None = None, has_weight_zero_point: bool | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> Any:
     """Rescale: the second half of `scaled_linear`, which makes the layer's output from exact sums of codes."""
 def rms_norm_quantize(

@@ -8,9 +8,9 @@
 //
 // Data: global memory -> chunks in registers -> values of the compute type -> chunks -> global memory (walk.cuh).
 //
-// Variants: Map has one floating input and one output; Gradient has two inputs; Quantize and Dequantize have codes on
-// one side. Every struct has a fast path, for finite chunks of segments that are not extreme, and a slow path for all
-// others (quotient.cuh).
+// Variants: Map has one floating input and one output; Gradient has two inputs; Quantize, and Dequantize in its source,
+// have codes on one side. Every struct has a fast path, for finite chunks of segments that are not extreme, and a slow
+// path for all others (quotient.cuh).
 #pragma once
 #include "walk.cuh"
 
@@ -91,12 +91,14 @@ template <int U> DEVICE bool all_divisible(const uint4 (&h)[U]) {
 }
 
 #ifdef SKUDA_CODE
+typedef Codes<SKUDA_CODE>::Place Place;
+
 template <int IN_FLIGHT> struct Quantize {
   enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1, U = IN_FLIGHT };
   typedef uint4 Held;
   const Data* input;
   s64 input_leading;
-  u8* output;
+  Place output;
   s64 output_leading;
 
   DEVICE Quantize at(s64 row, s64 column) const {
@@ -121,40 +123,7 @@ template <int IN_FLIGHT> struct Quantize {
     for (int j = 0; j < W; ++j) x[j] = j < count ? widen(input[j]) : (Real)0;
     quantized(x, g, q);
     if (W == 2) q[0] = (q[0] & 15u) | (count == 2 ? (q[W - 1] & 15u) << 4 : 0u);
-    *output = (u8)q[0];
-  }
-};
-
-template <int IN_FLIGHT> struct Dequantize {
-  enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1, U = IN_FLIGHT };
-  typedef Raw Held;
-  const u8* input;
-  s64 input_leading;
-  Data* output;
-  s64 output_leading;
-
-  DEVICE Dequantize at(s64 row, s64 column) const {
-    return {input + row * input_leading + column / W, input_leading, output + row * output_leading + column, output_leading};
-  }
-  DEVICE Held load(s64 column) const { return Codes<SKUDA_CODE>::fetch<V>(input, column); }
-  template <int N> DEVICE bool quick(const Held (&)[U], const Segment<Real> (&)[N]) const { return true; }
-  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 column) const {
-    s32 q[V];
-    Real y[V];
-    Codes<SKUDA_CODE>::spread(h, q);
-    dequantized(q, g, y);
-    store16(output + column, Chunk<Data>::pack(y));
-  }
-  DEVICE void single(const Segment<Real> (&g)[W], int count) const {
-    s32 q[W];
-    Real y[W];
-#pragma unroll
-    for (int j = 0; j < W; ++j) q[j] = Codes<SKUDA_CODE>::get(input, j);
-    dequantized(q, g, y);
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      if (j < count) narrow(y[j], output[j]);
-    }
+    Codes<SKUDA_CODE>::put(output, 0, q[0]);
   }
 };
 #endif
@@ -298,6 +267,7 @@ DEVICE bool gapless(s64 rows, s64 columns, s64 leading) { return rows <= 1 || le
 #ifdef SKUDA_CODE
 enum { CODE_BYTES = Width<Data>::count / (Codes<SKUDA_CODE>::packed ? 2 : 1) };  // of a chunk
 
+// Never of several rows of halves, which are 2 columns apart.
 DEVICE bool gapless_codes(s64 rows, s64 columns, s64 leading) {
   return gapless(rows, columns, Codes<SKUDA_CODE>::packed ? 2 * leading : leading);
 }
@@ -306,18 +276,10 @@ template <Layout LAYOUT, int IN_FLIGHT = InFlight<LAYOUT>::ONE>
 DEVICE void walk_quantize(const Data* input, s64 input_leading, u8* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
   const bool chunks = rows_of_chunks(input, input_leading, rows) &&
-                      aligned(output, output_leading, rows, CODE_BYTES);
+                      aligned(output, output_leading, rows, CODE_BYTES) &&
+                      (Halves<SKUDA_CODE>::count == 1 || columns % CODE_BYTES == 0);  // low halves are as far away
   const bool whole = gapless(rows, columns, input_leading) && gapless_codes(rows, columns, output_leading);
-  walk<LAYOUT>(Quantize<IN_FLIGHT>{input, input_leading, output, output_leading}, v,
-                    scales, chunks, whole);
-}
-
-template <Layout LAYOUT>
-DEVICE void walk_dequantize(const u8* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
-  const s64 rows = v.rows, columns = v.columns;
-  const bool chunks = aligned(input, input_leading, rows, CODE_BYTES) && rows_of_chunks(output, output_leading, rows);
-  const bool whole = gapless(rows, columns, output_leading) && gapless_codes(rows, columns, input_leading);
-  walk<LAYOUT>(Dequantize<InFlight<LAYOUT>::ONE>{input, input_leading, output, output_leading}, v,
+  walk<LAYOUT>(Quantize<IN_FLIGHT>{input, input_leading, Codes<SKUDA_CODE>::place(output, columns), output_leading}, v,
                     scales, chunks, whole);
 }
 #endif

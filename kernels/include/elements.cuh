@@ -28,9 +28,14 @@ struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
 struct s4 { u8 pair; };  // two to a byte, low nibble first, every row starting at a byte
 struct u4 { u8 pair; };
+struct s16 { u16 bits; };  // in two bytes of a row, 256 high + low: all high halves, then all low ones, which are s8
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+
+// What is multiplied of codes of type Q, and how many of it make a code.
+template <class Q> struct Halves { typedef Q type; enum { count = 1 }; };
+template <> struct Halves<s16> { typedef s8 type; enum { count = 2 }; };
 
 // C, the compute type of data of type T.
 template <class T> struct Compute { typedef f32 type; };
@@ -200,19 +205,27 @@ template <> struct Extremes<bf16> : HalfExtremes<bf16> {
 DEVICE uint4 load16(const void* p) { return __ldcs((const uint4*)p); }
 DEVICE void store16(void* p, const uint4& w) { __stcs((uint4*)p, w); }
 
-// Codes. `store` takes 32-bit integers and uses their low bits. `fetch` reads the codes of a chunk as they lie in
-// memory, and `spread` converts them to integers where they are used.
+// Codes. `Place` is where a row of codes, or a part of it, begins. `store` takes 32-bit integers and uses their low bits;
+// `put` takes one, or where codes are packed the byte of two. `fetch` reads the codes of a chunk as they lie in memory,
+// and `spread` converts them to integers where they are used.
 struct Raw { u32 low, high; };
-DEVICE u32 four_bytes(u32 a, u32 b, u32 c, u32 d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+template <int BYTE = 0> DEVICE u32 two_bytes(u32 a, u32 b) { return __byte_perm(a, b, 0x0040 + 0x0011 * BYTE); }
+template <int BYTE = 0> DEVICE u32 four_bytes(u32 a, u32 b, u32 c, u32 d) {
+  return __byte_perm(two_bytes<BYTE>(a, b), two_bytes<BYTE>(c, d), 0x5410);
 }
+template <int BYTE> DEVICE void store_bytes(u8* p, const u32 (&q)[8]) {
+  __stcs((uint2*)p, make_uint2(four_bytes<BYTE>(q[0], q[1], q[2], q[3]), four_bytes<BYTE>(q[4], q[5], q[6], q[7])));
+}
+template <int BYTE> DEVICE void store_bytes(u8* p, const u32 (&q)[4]) {
+  __stcs((u32*)p, four_bytes<BYTE>(q[0], q[1], q[2], q[3]));
+}
+template <int BYTE> DEVICE void store_bytes(u8* p, const u32 (&q)[2]) { __stcs((u16*)p, (u16)two_bytes<BYTE>(q[0], q[1])); }
 template <class Q> struct Codes {  // s8 and u8
   enum { packed = 0 };
-  static DEVICE void store(u8* base, s64 at, const u32 (&q)[8]) {
-    __stcs((uint2*)(base + at), make_uint2(four_bytes(q[0], q[1], q[2], q[3]), four_bytes(q[4], q[5], q[6], q[7])));
-  }
-  static DEVICE void store(u8* base, s64 at, const u32 (&q)[4]) { __stcs((u32*)(base + at), four_bytes(q[0], q[1], q[2], q[3])); }
-  static DEVICE void store(u8* base, s64 at, const u32 (&q)[2]) { __stcs((u16*)(base + at), (u16)__byte_perm(q[0], q[1], 0x0040)); }
+  typedef u8* Place;
+  static DEVICE Place place(u8* row, s64) { return row; }
+  template <int N> static DEVICE void store(u8* base, s64 at, const u32 (&q)[N]) { store_bytes<0>(base + at, q); }
+  static DEVICE void put(u8* base, s64 at, u32 q) { base[at] = (u8)q; }
   template <int N> static DEVICE Raw fetch(const u8* base, s64 at) {
     if (N == 8) {
       const uint2 w = __ldcs((const uint2*)(base + at));
@@ -228,6 +241,9 @@ template <class Q> struct Codes {  // s8 and u8
 };
 template <class Q> struct NibbleCodes {  // s4 and u4
   enum { packed = 1 };
+  typedef u8* Place;
+  static DEVICE Place place(u8* row, s64) { return row; }
+  static DEVICE void put(u8* base, s64 at, u32 pair) { base[at / 2] = (u8)pair; }
   template <int N> static DEVICE u32 word(const u32 (&q)[N]) {
     u32 w = 0;
 #pragma unroll
@@ -252,3 +268,21 @@ template <class Q> struct NibbleCodes {  // s4 and u4
 };
 template <> struct Codes<s4> : NibbleCodes<s4> {};
 template <> struct Codes<u4> : NibbleCodes<u4> {};
+template <> struct Codes<s16> {  // `columns` are those of the whole row, multiples of N where N codes are stored at once
+  enum { packed = 0 };
+  struct Place {
+    u8* high;
+    s64 columns;
+    DEVICE Place operator+(s64 count) const { return Place{high + count, columns}; }
+  };
+  static DEVICE Place place(u8* row, s64 columns) { return Place{row, columns}; }
+  template <int N> static DEVICE void store(const Place& base, s64 at, const u32 (&q)[N]) {
+    u32 above[N];  // the second byte is (q + 128) >> 8
+#pragma unroll
+    for (int i = 0; i < N; ++i) above[i] = q[i] + 128u;
+    store_bytes<1>(base.high + at, above), store_bytes<0>(base.high + base.columns + at, q);
+  }
+  static DEVICE void put(const Place& base, s64 at, u32 q) {
+    base.high[at] = (u8)(q + 128u >> 8), base.high[base.columns + at] = (u8)q;
+  }
+};

@@ -28,7 +28,7 @@ template <> struct Heavy<f16> { enum { value = SKUDA_CURVE == GELU }; };
 struct GatedRow {
   const Data* gate;
   const Data* up;
-  u8* codes;
+  Place codes;
   Data* products;
 };
 
@@ -45,7 +45,8 @@ struct GatedRows {
 
   DEVICE GatedRow at(s64 row) const {
     const Data* first = gate + row * gate_leading;
-    return GatedRow{first, up == nullptr ? first + columns : up + row * up_leading, output + row * output_leading,
+    return GatedRow{first, up == nullptr ? first + columns : up + row * up_leading,
+                    Codes<SKUDA_CODE>::place(output, columns) + row * output_leading,
                     product == nullptr ? nullptr : product + row * product_leading};
   }
   DEVICE Extremes<Data> nothing() const { return Extremes<Data>::opaque((u32)((u64)rows >> 63)); }
@@ -92,7 +93,7 @@ __device__ __noinline__ Range slow_gated_range(const Data* gate, const Data* up,
   r.up = max_of(r.up, r.down);
   return r;
 }
-__device__ __noinline__ void slow_gated_codes(const Data* gate, const Data* up, Data* products, u8* codes, s64 columns,
+__device__ __noinline__ void slow_gated_codes(const Data* gate, const Data* up, Data* products, Place codes, s64 columns,
                                               u32 lane, u32 lanes, Real s, s32 z, s32 q_min, s32 q_max) {
   const Segment<Real> own[1] = {Segment<Real>::make(s, z, q_min, q_max)};
 #pragma unroll 1
@@ -102,7 +103,7 @@ __device__ __noinline__ void slow_gated_codes(const Data* gate, const Data* up, 
     const Real y[1] = {widen(found)};
     u32 q[1];
     quantized(y, own, q);
-    codes[i] = (u8)q[0];
+    Codes<SKUDA_CODE>::put(codes, i, q[0]);
   }
 }
 

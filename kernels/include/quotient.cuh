@@ -13,8 +13,9 @@
 // 2^33 pairs of mantissas 16 are one ulp off. Neither these quotients nor the correct ones have fewer than 19 bits
 // after the first, so none is k + 0.5 for a k below 2^18, and t is the same.
 //
-// The kernel clamps x, to s lo and s hi with lo = q_min - z and hi = q_max - z. Their quotients lie within 0.4 of lo
-// and hi and round to them, and the order in between is kept. So no quotient is large, infinite or out of range.
+// The kernel clamps x, to s lo and s hi with lo = q_min - z and hi = q_max - z, both at most 2^17. Their quotients lie
+// within 0.4 of lo and hi and round to them, and the order in between is kept. So no quotient is large, infinite or out
+// of range.
 //
 // The slow path divides and then computes in f64. Chunks with a NaN or an infinity take it, and so do segments with an
 // extreme scale or zero point. It is not inlined, so that the fast path has all registers.

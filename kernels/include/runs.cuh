@@ -32,7 +32,7 @@ DEVICE Segment<Real> segment_of(const Range& r, s32 asymmetric, s32 q_min, s32 q
   if (asymmetric) {
     Real t = rint(div_rn(lo, s));
     t = t == t ? t : (Real)0;
-    z = q_min - (s32)t;  // |t| is below 2^10: apart from the rounding of s, lo / s is at most q_max - q_min
+    z = q_min - (s32)t;  // |t| is below 2^17: apart from the rounding of s, lo / s is at most q_max - q_min
     z = z < q_min ? q_min : z > q_max ? q_max : z;
   }
   return Segment<Real>::make(s, z, q_min, q_max, true);
@@ -102,7 +102,7 @@ template <int R> struct HeldChunks {
       for (int i = 0; i < Extremes<Data>::words; ++i) asymmetric ? e.include(words[i]) : e.include_magnitude(words[i]);
     }
   }
-  template <bool WITHIN> DEVICE void quantize(u8* codes, u32 first, u32 lanes, u32 chunks, const Segment<Real>& g) const {
+  template <bool WITHIN> DEVICE void quantize(Place codes, u32 first, u32 lanes, u32 chunks, const Segment<Real>& g) const {
     enum { V = Width<Data>::count };
     const Segment<Real> own[1] = {g};
 #pragma unroll
@@ -126,7 +126,7 @@ __device__ __noinline__ Range slow_range(const Data* x, s64 inner, u32 lane, u32
   if (!asymmetric) r.up = max_of(r.up, r.down);
   return r;
 }
-__device__ __noinline__ void slow_codes(const Data* x, u8* codes, s64 inner, u32 lane, u32 lanes, Real s, s32 z, s32 q_min,
+__device__ __noinline__ void slow_codes(const Data* x, Place codes, s64 inner, u32 lane, u32 lanes, Real s, s32 z, s32 q_min,
                                         s32 q_max) {
   enum { W = Codes<SKUDA_CODE>::packed ? 2 : 1 };
   const Segment<Real> own[1] = {Segment<Real>::make(s, z, q_min, q_max)};
@@ -136,7 +136,7 @@ __device__ __noinline__ void slow_codes(const Data* x, u8* codes, s64 inner, u32
     u32 q[2];
     quantized(pair, own, q);
     if (W == 2) q[0] = (q[0] & 15u) | (i + 1 < inner ? (q[1] & 15u) << 4 : 0u);
-    codes[i / W] = (u8)q[0];
+    Codes<SKUDA_CODE>::put(codes, i, q[0]);
   }
 }
 
@@ -160,7 +160,7 @@ DEVICE void by_groups(const Group group, const Data* input, s64 input_leading, u
     row = gapless ? 0 : at / runs, column = (at - row * runs) * inner;
   }
   const Data* x = input + row * input_leading + column;
-  u8* out = output + row * output_leading + column / W;
+  const Place out = Codes<SKUDA_CODE>::place(output, columns) + row * output_leading + column / W;
   HeldChunks<R> held;
   Range r = Range{0, 0};
   if (by_chunks) {

@@ -20,11 +20,31 @@
 #endif
 
 enum EpilogueKind { IDENTITY, BIAS, BIAS_RELU, BIAS_GELU, BIAS_SILU };
-enum Output { OUT_F32, OUT_F64, OUT_F16, OUT_BF16, OUT_S8, OUT_U8, OUT_S32 };
+enum Output { OUT_F32, OUT_F64, OUT_F16, OUT_BF16, OUT_S8, OUT_U8, OUT_S32, OUT_S64 };
 
 // Whether the results are the exact sums, without scales; and the type of a result before it is rounded.
 template <class Out> struct IsSum { enum { value = 0 }; typedef f32 type; };
 template <> struct IsSum<s32> { enum { value = 1 }; typedef s32 type; };
+template <> struct IsSum<s64> { enum { value = 1 }; typedef s64 type; };
+
+// Operands with codes of 16 bits have two halves, and are multiplied half by half: each sum of products of halves fits
+// in s32. The product of two low halves is left out.
+#ifdef SKUDA_CODE
+enum { A_HALVES = Halves<SKUDA_CODE>::count };
+typedef Halves<SKUDA_CODE>::type ACode;
+#else
+enum { A_HALVES = 1 };
+#endif
+#ifdef SKUDA_WEIGHT
+enum { W_HALVES = Halves<SKUDA_WEIGHT>::count };
+typedef Halves<SKUDA_WEIGHT>::type WCode;
+#else
+enum { W_HALVES = 1 };
+#endif
+template <bool WIDE> struct CodeSum { typedef s32 type; };  // the type of a sum of products of codes
+template <> struct CodeSum<true> { typedef s64 type; };
+// The sum of products of codes, from those of the high halves, and from those with a low half.
+DEVICE s64 joined(s32 high, s32 low) { return (s64)high * (1 << 8 * W_HALVES) + (s64)low * (1 << 8 * (W_HALVES - 1)); }
 
 // Loads a scale or bias of any element: of f32, f16 and bf16 number `which` if C is f32; of f64, f32, f16 and bf16 if C
 // is f64.
@@ -216,6 +236,10 @@ template <int V> DEVICE void rounded(const s32 (&v)[V], const Segment<f32>&, s32
 #pragma unroll
   for (int j = 0; j < V; ++j) y[j] = v[j];
 }
+template <int V> DEVICE void rounded(const s64 (&v)[V], const Segment<f32>&, s64 (&y)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) y[j] = v[j];
+}
 template <int V, class T> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>&, T (&y)[V]) {
 #pragma unroll
   for (int j = 0; j < V; ++j) narrow(v[j], y[j]);
@@ -259,6 +283,7 @@ template <class Out> __device__ __noinline__ f32 curved(f32 v, f32 per_unit) {
 // an s32 output the sum itself.
 typedef IsSum<SKUDA_OUT>::type Result;
 DEVICE s32 apply_epilogue(s32 acc, f32, f32, f32, s32) { return acc; }
+DEVICE s64 apply_epilogue(s64 acc, f32, f32, f32, s64) { return acc; }
 template <class Sum> DEVICE f32 apply_epilogue(Sum acc, f32 sa, f32 sw, f32 bias, f32) {
   f32 v = mul_rn(mul_rn(sa, sw), (f32)acc);
   if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,8 @@ import numpy.typing as npt
 
 from skuda.kernels.blocks import blocks, scalar_of_one
 from skuda.kernels.dtypes import rounded_to, storage_dtype
-from skuda.kernels.linear.problem import LinearProblem, longest_k
+from skuda.kernels.linear.problem import SUMS, LinearProblem, half_of, longest_k
 from skuda.kernels.quantize import affine, curves
-from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import ActivationKind
 
 Array = npt.NDArray[Any]
@@ -26,9 +26,11 @@ class Arithmetic(NamedTuple):
     codes, compute : dtype
         The dtypes of the activation's codes and of the compute type C.
     product : dtype
-        The dtype of the exact product: C, or s32 if the product is the result.
+        The dtype of the exact product: C, or that of the output if the product is the result.
     run : int
-        The longest K whose sum of products is exact in f32.
+        The longest K whose sum of products of two planes of codes is exact in f32.
+    pairs : tuple of (int, int, int)
+        The planes of the activation and of the weight that are multiplied, and the power of two of their products.
     activation : ActivationKind or None
         What the epilogue applies after the bias.
     limits : (int, int) or None
@@ -39,6 +41,7 @@ class Arithmetic(NamedTuple):
     compute: np.dtype[Any]
     product: np.dtype[Any]
     run: int
+    pairs: tuple[tuple[int, int, int], ...]
     activation: ActivationKind | None
     limits: tuple[int, int] | None
 
@@ -46,12 +49,15 @@ class Arithmetic(NamedTuple):
 @lru_cache(maxsize=1024)
 def arithmetic(problem: LinearProblem) -> Arithmetic:
     """Return the arithmetic of a problem, worked out once."""
-    is_sum = problem.output is ElementKind.S32
+    is_sum = problem.output in SUMS
+    of_activation, of_weight = problem.code_element.halves, problem.weight_code.halves
+    orders = product(range(of_activation), range(of_weight))  # the highest first; the lowest of four is left out
     return Arithmetic(
         codes=storage_dtype(problem.code_element),
         compute=storage_dtype(problem.compute),
         product=storage_dtype(problem.output if is_sum else problem.compute),
-        run=longest_k(problem.code_element, problem.weight_code, 1 << 24),
+        run=longest_k(half_of(problem.code_element), half_of(problem.weight_code), 1 << 24),
+        pairs=tuple((a, w, 8 * (of_activation + of_weight - 2 - a - w)) for a, w in orders if a + w < 2),
         activation=problem.epilogue.activation,
         limits=problem.output.integer_range,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skuda.kernels.linear.problem import longest_k
+from skuda.kernels.linear.problem import longest_sum
 from skuda.registry.constraints import Between, Constraint, MultipleOf
 from skuda.registry.elements import ElementKind
 
@@ -20,7 +20,7 @@ MAX_SHARED = 232_448
 ALIGNED = "arrays or rows that do not begin at multiples of 16 bytes run on the next kernel"
 """The note that these kernels add to a plan."""
 
-_UNIT = 16
+_UNIT, _BOX = 16, 128
 _H200_BANDWIDTH = 4_800_000_000_000
 _HALF = 500_000_000_000
 
@@ -41,7 +41,8 @@ def card_of(device: Device) -> tuple[int, float]:
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     """Return what these kernels require: rows that TMA can read, and sums that fit in 32 bits.
 
-    `weight` is s8 or u8; the activation may be either of them.
+    `weight` is s8 or u8, and the activation either of them or s16; or both are s16. A box may only reach from the high
+    halves of a row into the low ones where the weight has zeros, as those of 8 bits do.
     """
-    limit = Between(field="k", minimum=_UNIT, maximum=longest_k(ElementKind.U8, weight))
-    return (MultipleOf(field="k", divisor=_UNIT), limit)
+    limit = Between(field="k", minimum=_UNIT, maximum=longest_sum(weight))
+    return (MultipleOf(field="k", divisor=_UNIT), MultipleOf(field="k_between_halves", divisor=_BOX), limit)

@@ -15,6 +15,9 @@
 //   that contain a row's bytes to rows that are one unit longer, which avoids bank conflicts as well, and shifts the
 //   bytes into place before use. That is two to three times slower, and still several times faster than the plain
 //   kernel. It never reads bytes beyond a row; elements beyond an edge are zero.
+//   Codes of 16 bits are whole units. Eight rows of high halves and the eight of the low halves take turns as rows of an
+//   operand, so that a tile has half as many rows, and a thread both sums of a result. If w has such codes, too, it is
+//   the same with its rows, and of four sums the one of low halves is left out.
 //   Tiles. A block computes ROWS x COLUMNS outputs. Large tiles load the fewest bytes for each product and win if there
 //   are enough of them for all multiprocessors; else small tiles win. With WARPS_K > 1, warps divide a stage (split-K
 //   within the block), which hides latency in small tiles. `mma.py` predicts which tile is the fastest.
@@ -70,23 +73,26 @@ typedef Tile<32, 32, 128, 2, 1, 2, 6, 4> t32x32x128s6;
 typedef Tile<16, 128, 128, 1, 4, 2, 6, 1> t16x128x128s6;
 typedef Tile<16, 32, 128, 1, 2, 2, 8, 3> t16x32x128s8;
 
+// The row of a matrix of which row `row` of an operand is a half.
+template <int HALVES> DEVICE int whole_row(int row) { return HALVES > 1 ? row / 16 * 8 + row % 8 : row; }
+
 // Loads one operand: a stage has HEIGHT rows, and a thread copies one unit of every STEP-th row.
-template <int HEIGHT, class T> struct Operand {
+template <int HEIGHT, int HALVES, class T> struct Operand {
   enum { UNITS = T::BLOCK_K / 16, STEP = T::THREADS / UNITS, ROUNDS = (HEIGHT + STEP - 1) / STEP };
   static_assert(STEP % 16 == 0, "a thread's units are permuted alike, and shifted alike");
   const u8* from;  // the thread's unit of its first row in the next stage
   s64 stride;      // bytes between its rows
-  s32 rows;        // of the matrix, from its first one on
+  s32 rows;        // of the operand, from its first one on
   s32 left;        // bytes of a row from `from` on
   u32 shift;       // bytes before the row's first byte, in the unit that contains it
   bool aligned;    // every row begins and ends with a whole unit
 
   static DEVICE Operand make(const u8* base, s64 leading, s64 row0, s64 all_rows, s64 k) {
-    const int row = threadIdx.x / UNITS, unit = threadIdx.x % UNITS;
-    const s64 rows = all_rows - row0 - row;
-    const u8* const begin = base + (row0 + row) * leading;
+    const int at = threadIdx.x / UNITS, unit = threadIdx.x % UNITS, row = whole_row<HALVES>(at);
+    const s64 rows = (all_rows - row0 - row) * HALVES;
+    const u8* const begin = base + (row0 + row) * leading + (HALVES > 1 && at / 8 % 2 ? k : 0);
     Operand o;
-    o.shift = (u32)(u64)begin % 16, o.from = begin - o.shift + 16 * unit, o.stride = STEP * leading;
+    o.shift = (u32)(u64)begin % 16, o.from = begin - o.shift + 16 * unit, o.stride = STEP / HALVES * leading;
     o.rows = (s32)(rows < HEIGHT ? rows : HEIGHT), o.left = (s32)(k + o.shift - 16 * unit);
     o.aligned = (((u64)base | (all_rows > 1 ? (u64)leading : 0)) | (u64)k) % 16 == 0;
     return o;
@@ -217,6 +223,13 @@ template <class T> struct CodeSink {
 };
 template <> struct Sink<s8> : CodeSink<s8> { using CodeSink<s8>::CodeSink; };
 template <> struct Sink<u8> : CodeSink<u8> { using CodeSink<u8>::CodeSink; };
+template <> struct Sink<s64> {
+  DEVICE Sink(const Layer&) {}
+  template <int V> DEVICE void put(s64* to, const s64 (&v)[V]) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[i] = v[i];
+  }
+};
 template <> struct Sink<s32> {
   DEVICE Sink(const Layer&) {}
   DEVICE void put(s32* to, const s32 (&v)[1]) const { *to = v[0]; }
@@ -227,10 +240,29 @@ template <> struct Sink<s32> {
 // banks.
 template <class T> DEVICE int staged_at(int row, int column) { return row * T::COLUMNS + (column ^ (row & 3) << 3); }
 
+// Sums of V neighbouring columns of a staged row, over the warps that divide K.
+template <int V, class T> DEVICE void staged_sums(const s32* sums, int staged, int column, s32 (&acc)[V]) {
+#pragma unroll
+  for (int s = 0; s < T::WARPS_K; ++s) {
+    const s32* const from = sums + s * (T::ROWS / T::PARTS) * T::COLUMNS + staged_at<T>(staged, column);
+    s32 own[4];
+    if (V == 4) {
+      const int4 four = *(const int4*)from;
+      own[0] = four.x, own[1] = four.y, own[2] = four.z, own[3] = four.w;
+    } else {
+      own[0] = *from;
+    }
+#pragma unroll
+    for (int j = 0; j < V; ++j) acc[j] = s == 0 ? own[j] : acc[j] + own[j];
+  }
+}
+// Where row or column `at` of the results begins among the rows or columns of sums.
+template <int HALVES> DEVICE int first_of(int at) { return HALVES > 1 ? at / 8 * 16 + at % 8 : at; }
+
 // A thread finishes V neighbouring outputs at a time; neighbouring threads take neighbouring outputs of a row.
 template <int V, class Out, bool ZERO_POINTS, class T, class Rows>
 DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int part) {
-  enum { IN_ROW = T::COLUMNS / V, LANES = (int)IN_ROW < (int)T::THREADS ? IN_ROW : T::THREADS };
+  enum { IN_ROW = T::COLUMNS / W_HALVES / V, LANES = (int)IN_ROW < (int)T::THREADS ? IN_ROW : T::THREADS };
   enum { HEIGHT = T::ROWS / T::PARTS, RUN = 16 * T::PART_MMAS_M, STEP = T::THREADS / LANES };
   const s32* const sums = (const s32*)shared_bytes();
   const s32* const a_sums = (const s32*)(shared_bytes() + T::RING);
@@ -253,23 +285,21 @@ DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int 
       }
     }
 #pragma unroll 2
-    for (int staged = threadIdx.x / LANES; staged < HEIGHT; staged += STEP) {
+    for (int at = threadIdx.x / LANES; at < HEIGHT / A_HALVES; at += STEP) {
+      const int staged = first_of<A_HALVES>(at), column_at = first_of<W_HALVES>(unit * V);
       const int in_tile = staged / RUN * T::WARP_ROWS + part * RUN + staged % RUN;
-      const s64 row = row0 + in_tile;
+      const s64 row = row0 + whole_row<A_HALVES>(in_tile);
       if (row >= p.m) continue;
-      s32 acc[V];
+      typename CodeSum<(A_HALVES > 1)>::type acc[V];
+      if constexpr (A_HALVES > 1) {
+        s32 high[V], low[V], of_w[V];
+        staged_sums<V, T>(sums, staged, column_at, high);
+        staged_sums<V, T>(sums, staged + 8, column_at, low);
+        if (W_HALVES > 1) staged_sums<V, T>(sums, staged, column_at + 8, of_w);
 #pragma unroll
-      for (int s = 0; s < T::WARPS_K; ++s) {
-        const s32* const from = sums + s * HEIGHT * T::COLUMNS + staged_at<T>(staged, unit * V);
-        s32 own[4];
-        if (V == 4) {
-          const int4 four = *(const int4*)from;
-          own[0] = four.x, own[1] = four.y, own[2] = four.z, own[3] = four.w;
-        } else {
-          own[0] = *from;
-        }
-#pragma unroll
-        for (int j = 0; j < V; ++j) acc[j] = s == 0 ? own[j] : acc[j] + own[j];
+        for (int j = 0; j < V; ++j) acc[j] = joined(high[j], W_HALVES > 1 ? low[j] + of_w[j] : low[j]);
+      } else {
+        staged_sums<V, T>(sums, staged, column_at, acc);
       }
       if constexpr (IsSum<Out>::value) {
         sink.put((Out*)p.output + row * p.output_leading + column, acc);
@@ -468,13 +498,14 @@ DEVICE void linear_by_mma(const Layer& p, const Scales& scales) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int wm = warp % T::WARPS_M, wn = warp / T::WARPS_M % T::WARPS_N, wk = warp / (T::WARPS_M * T::WARPS_N);
   s64 row0, column0;
-  tile_of<T>(p.m, p.n, row0, column0);
-  const auto a = Operand<T::ROWS, T>::make(p.a, p.a_leading, row0, p.m, p.k);
-  const auto w = Operand<T::COLUMNS, T>::make(p.w, p.w_leading, column0, p.n, p.k);
+  tile_of<T>(p.m * A_HALVES, p.n * W_HALVES, row0, column0);
+  row0 /= A_HALVES, column0 /= W_HALVES;
+  const auto a = Operand<T::ROWS, A_HALVES, T>::make(p.a, p.a_leading, row0, p.m, p.k);
+  const auto w = Operand<T::COLUMNS, W_HALVES, T>::make(p.w, p.w_leading, column0, p.n, p.k);
   const int steps = (int)((p.k + T::BLOCK_K - 1) / T::BLOCK_K);
   Sums<T> sum;
   sum.clear();
-  if (a.aligned && w.aligned) {
+  if (A_HALVES > 1 || (a.aligned && w.aligned)) {
     mainloop_aligned<A, W, ZERO_POINTS>(sum, a, w, steps, wm, wn, wk);
   } else {
     mainloop_unaligned<A, W, ZERO_POINTS>(sum, a, w, steps, wm, wn, wk);

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from skuda.kernels.launch import Choice, Launch, Step
 from skuda.kernels.linear import parameters
 from skuda.kernels.linear.expanded import behind_unpacking
-from skuda.kernels.linear.problem import LinearProblem, longest_k
+from skuda.kernels.linear.problem import LinearProblem, longest_sum
 from skuda.kernels.linear.strategies import Strategy
 from skuda.registry.arch import ArchSku
-from skuda.registry.constraints import Between, Constraint
+from skuda.registry.constraints import Between, Constraint, MultipleOf
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
     from skuda.registry.device import Device
 
-_REGISTERS = 65_536
+_REGISTERS, _UNIT = 65_536, 16
 _RESERVED = 1024  # bytes of shared memory that the system reserves per block
 
 
@@ -165,12 +165,21 @@ def ranking(
 
 
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
-    """Return what the kernel requires: sums that fit in 32 bits; `weight` is s8 or u8, the activation either."""
-    return (Between(field="k", minimum=1, maximum=longest_k(ElementKind.U8, weight)),)
+    """Return what the kernel requires: sums that fit in 32 bits, and whole units of 16-bit codes.
+
+    `weight` is s8, u8 or s16.
+    """
+    limit = Between(field="k", minimum=1, maximum=longest_sum(weight))
+    return (limit, MultipleOf(field="k_of_halves", divisor=_UNIT))
 
 
 STRATEGY = Strategy(
-    "mma", __name__, ArchSku.SM_80, constraints, "tensor cores of any card since Ampere; every alignment and zero point"
+    "mma",
+    __name__,
+    ArchSku.SM_80,
+    constraints,
+    "tensor cores of any card since Ampere; every alignment and zero point",
+    wide=True,
 )
 
 
@@ -188,6 +197,7 @@ def _ranked(
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     (m, n, k), zero_points = problem.sizes, problem.has_zero_points
+    m, n = m * problem.code_element.halves, n * problem.weight_code.halves  # halves are rows of the operands
     tile, chosen = parameters.choose(*_ranked(max(1, m), max(1, n), k, device, zero_points), choice)
     product = Step(
         entry=f"{problem.op_name()}_mma",
@@ -202,7 +212,8 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         f"-DSKUDA_CODE={problem.code_element}",
         f"-DSKUDA_OUT={problem.output}",
     )
-    return parameters.launch_product(problem, product, flags=flags, **chosen)
+    aligned = ("act_q_scratch" if problem.dynamic else "act_q", "weight_q") if problem.code_element.is_split else ()
+    return parameters.launch_product(problem, product, flags=flags, aligned=aligned, **chosen)
 
 
 expanded = behind_unpacking(launch)

@@ -22,9 +22,11 @@
 //   wgmma (ROW_WARPS = 0): with the codes of w in registers it takes about 55 cycles, and half a cycle a token, so that
 //   it is better than mma.sync from 64 tokens on.
 //   Zero points: products with ones are the sums of the codes of w, if a has zero points.
+//   Codes of 16 bits: the halves of a tile's tokens are as many columns again. K is then whole blocks, because w has any
+//   codes beyond K, and what follows the high halves there are the low ones.
 //   Rows beyond the tile: their warps make codes of its last unit, and nothing of that is written.
 //
-// Flags: TOKENS (8 to 256; mma.sync up to 64, wgmma from 32), WARPGROUPS (of consumers), ROW_WARPS, K_BLOCKS (blocks of K
+// Flags: TOKENS (columns: 8 to 256; mma.sync up to 64, wgmma from 32), WARPGROUPS (of consumers), ROW_WARPS, K_BLOCKS (blocks of K
 // in a stage), SPLIT_K=1, GROUPS, SKUDA_CODE, SKUDA_WEIGHT=s8, SKUDA_OUT, SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1: of a).
 #pragma once
 #include "streamed.cuh"
@@ -38,11 +40,11 @@ enum {
   WARPS = BY_WARPS ? PARTS * ROW_WARPS : 4 * WARPGROUPS,  // that multiply
   ROW_THREADS = 32 * WARPS / PARTS,
   OWN_BLOCKS = K_BLOCKS / PARTS,  // blocks of K of a stage that a warp multiplies
-  MANY = TOKENS == 256,           // sums take so many registers that the producers give theirs away
+  MANY = COLUMNS == 256,          // sums take so many registers that the producers give theirs away
   GROUP = MANY ? 2 : 4,           // products of wgmma whose codes are made at once
   ALL_THREADS = CONSUMERS + (MANY ? 128 : 64),
-  EIGHTS = TOKENS / 8,
-  FOURS = SLABS * QUADS,  // times four are a thread's sums
+  EIGHTS = COLUMNS / 8,
+  FOURS = SLABS * QUADS * A_HALVES,  // times four are a thread's sums
   PART_SUMS = PARTS > 1 ? (FOURS + A_ZERO_POINTS) * PARTS * ROW_THREADS * 16 : 0,
   ONES_AND_ZEROS = 3 * ATOM  // ones for a whole block of K; for the last one, which are zeros beyond K; and zeros behind it
 };
@@ -51,7 +53,7 @@ static_assert(BY_WARPS || OWN_BLOCKS * 4 / GROUP % 2 == 0, "codes of two groups 
 DEVICE uint4 load_shared(const u8* at) { return *(const uint4*)at; }
 
 // Adds the products of a block of K by mma.sync; from its first element on, `left` ones are left.
-DEVICE void multiply_by_warp(s32 (&d)[TOKENS / 2], s32 (&w_sums)[4], const PackedLane<GROUPS>& levels, u32 a, u32 lane, s32 left) {
+DEVICE void multiply_by_warp(s32 (&d)[COLUMNS / 2], s32 (&w_sums)[4], const PackedLane<GROUPS>& levels, u32 a, u32 lane, s32 left) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     u32 x[EIGHTS][4];  // codes of a of two products
@@ -68,29 +70,29 @@ DEVICE void multiply_by_warp(s32 (&d)[TOKENS / 2], s32 (&w_sums)[4], const Packe
 #pragma unroll
       for (int t = 0; t < EIGHTS; ++t) {
         s32(&sums)[4] = *(s32(*)[4])(d + 4 * t);
-        mma_m16n8k32<s8, SKUDA_CODE>(sums, w, x[t][2 * i], x[t][2 * i + 1]);
+        mma_m16n8k32<s8, ACode>(sums, w, x[t][2 * i], x[t][2 * i + 1]);
       }
       if (A_ZERO_POINTS) {
         const u32 low = 32 * j < left ? 0x01010101u : 0, high = 32 * j + 16 < left ? 0x01010101u : 0;
-        mma_m16n8k32<s8, SKUDA_CODE>(w_sums, w, low, high);
+        mma_m16n8k32<s8, ACode>(w_sums, w, low, high);
       }
     }
   }
 }
 
 // Adds the sums of all parts: part u % PARTS gets those of slab u, and every one the sums of the codes of w.
-DEVICE void add_parts(s32 (&d)[TOKENS / 2], s32 (&w_sums)[4], int4* sums, u32 part, u32 thread) {
+DEVICE void add_parts(s32 (&d)[COLUMNS / 2], s32 (&w_sums)[4], int4* sums, u32 part, u32 thread) {
   bar_sync<PARTS * ROW_THREADS>(2);  // what was exchanged before has been read
 #pragma unroll
   for (int i = 0; i < FOURS; ++i) {
     const s32* const own = d + 4 * i;
-    if (i / QUADS % PARTS != part) sums[(i * PARTS + part) * ROW_THREADS + thread] = make_int4(own[0], own[1], own[2], own[3]);
+    if (i % (SLABS * QUADS) / QUADS % PARTS != part) sums[(i * PARTS + part) * ROW_THREADS + thread] = make_int4(own[0], own[1], own[2], own[3]);
   }
   if (A_ZERO_POINTS) sums[(FOURS * PARTS + part) * ROW_THREADS + thread] = make_int4(w_sums[0], 0, w_sums[2], 0);
   bar_sync<PARTS * ROW_THREADS>(2);
 #pragma unroll
   for (int i = 0; i < FOURS + A_ZERO_POINTS; ++i) {
-    if (i < FOURS && i / QUADS % PARTS != part) continue;
+    if (i < FOURS && i % (SLABS * QUADS) / QUADS % PARTS != part) continue;
     s32* const own = i < FOURS ? d + 4 * i : w_sums;
 #pragma unroll
     for (u32 other = 0; other < PARTS; ++other) {
@@ -151,7 +153,7 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
 #pragma unroll
           for (u32 c = 0; c < K_BLOCKS; ++c) {
             const u32 to = shared_address(ring) + at.stage * a_stage + c * CODES_K_BLOCK;
-            cp_async_bulk_tensor_2d(to, &a_map, (s32)((block + c) * 128), (s32)token0, barrier);
+            Loaded<Rows>{&a_map, rows}.load(to, block + c, token0, k, barrier);
           }
           continue;
         }
@@ -189,9 +191,9 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
       sw[i] = !IsSum<SKUDA_OUT>::value && row < row_end ? real_at(p.weight_scale, p.weight_scale_is, row, 0.0f) : 0.0f;
       bias[i] = row < row_end && p.bias != nullptr ? real_at(p.bias, p.bias_is, row, 0.0f) : 0.0f;
     }
-    s32 d[TOKENS / 2], w_sums[4] = {0, 0, 0, 0};
+    s32 d[COLUMNS / 2], w_sums[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0;
+    for (int i = 0; i < COLUMNS / 2; ++i) d[i] = 0;
     u32 before = 0;
     u32 w[2][GROUP][4];  // the codes of a group of products, and those of the group before, which wgmma reads
 #pragma unroll 1
@@ -227,8 +229,8 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
 #pragma unroll
           for (int j = 0; j < GROUP; ++j) {
             const int product = g * GROUP + j;
-            WgmmaRegisters<TOKENS, s8, SKUDA_CODE>::mma_async(d, now[j], a + 2 * product, 1);
-            if (A_ZERO_POINTS) WgmmaRegisters<8, s8, SKUDA_CODE>::mma_async(w_sums, now[j], ones + 2 * product, 1);
+            WgmmaRegisters<COLUMNS, s8, ACode>::mma_async(d, now[j], a + 2 * product, 1);
+            if (A_ZERO_POINTS) WgmmaRegisters<8, s8, ACode>::mma_async(w_sums, now[j], ones + 2 * product, 1);
           }
           wgmma_commit_group();
           wgmma_wait_group<1>();  // the codes of the group before are free
@@ -247,9 +249,12 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
     for (int u = 0; u < SLABS; ++u) {
       const s64 token = token0 + u * SLAB;
       if (own >= row_end || token >= p.m || u % PARTS != part) continue;
-      s32 slab[4 * QUADS], none[4 * QUADS];
+      s32 slab[A_HALVES][4 * QUADS], none[4 * QUADS];
 #pragma unroll
-      for (int i = 0; i < 4 * QUADS; ++i) slab[i] = d[u * SLAB / 2 + i], none[i] = 0;
+      for (int i = 0; i < A_HALVES * 4 * QUADS; ++i) {
+        const int half = i / (4 * QUADS), in_half = i % (4 * QUADS);
+        slab[half][in_half] = d[half * (TOKENS / 2) + u * SLAB / 2 + in_half], none[in_half] = 0;
+      }
       store_slab<Rows>(slab, none, w_sums, p, k, staging + warp * SLAB * STAGING_PITCH, act_scales + u * SLAB, sw, bias, zw,
                        own, row_end, token, in_units, codes);
     }

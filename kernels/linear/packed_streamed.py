@@ -46,6 +46,8 @@ class PackedStreamedTile(NamedTuple):
         Compile-time flags of the same names.
     units : int
         Units of 16 rows of the weight in a tile.
+    halves : int
+        Bytes of a code of the activation.
     """
 
     tokens: int
@@ -53,6 +55,12 @@ class PackedStreamedTile(NamedTuple):
     row_warps: int
     k_blocks: int
     units: int
+    halves: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of a product: all halves of the tokens."""
+        return self.tokens * self.halves
 
     @property
     def parts(self) -> int:
@@ -62,13 +70,13 @@ class PackedStreamedTile(NamedTuple):
     @property
     def flags(self) -> tuple[str, ...]:
         """The compiler flags."""
-        named = {name.upper(): value for name, value in self._asdict().items() if name != "units"}
+        named = {name.upper(): value for name, value in self._asdict().items() if name not in ("units", "halves")}
         return tuple(f"-D{name}={value}" for name, value in (named | {"SPLIT_K": 1}).items())
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * self.warpgroups + (128 if self.tokens == _MANY else 64)
+        return 128 * self.warpgroups + (128 if self.columns == _MANY else 64)
 
     def tiles(self, n: int) -> int:
         """Return the tiles of n rows of the weight."""
@@ -81,10 +89,10 @@ class PackedStreamedTile(NamedTuple):
 
     def ring(self, k: int, group_size: int, output_bytes: int, *, zero_points: bool) -> tuple[int, int]:
         """Return stages, and bytes of shared memory of a block."""
-        stage = self.k_blocks * (self.tokens * BLOCK + self.units * block_bytes(group_size)) + 16  # and two mbarriers
-        slab = 8 if output_bytes == 4 or self.tokens == 8 else 16
+        stage = self.k_blocks * (self.columns * BLOCK + self.units * block_bytes(group_size)) + 16  # and two mbarriers
+        slab = 8 if output_bytes >= 4 or self.tokens == 8 else 16
         staging = 4 * self.warpgroups * slab * (16 * output_bytes + 16)
-        exchanged = 512 * (self.tokens // 8 + zero_points) * self.parts * self.row_warps if self.parts > 1 else 0
+        exchanged = 512 * (self.columns // 8 + zero_points) * self.parts * self.row_warps if self.parts > 1 else 0
         fixed = 1024 + 3 * _ATOM * zero_points + staging + exchanged + 4 * self.tokens * (1 + zero_points)
         steps = -(-k // (BLOCK * self.k_blocks))
         stages = min((hopper.MAX_SHARED - fixed) // stage, _MOST_STAGES, max(2, steps))
@@ -110,29 +118,32 @@ STRATEGY = Strategy(
     constraints,
     "packed 4-bit weights through a ring, mma.sync or wgmma by tokens",
     weights=(ElementKind.S4,),
+    wide=True,
 )
 
 
-def _by_warps(tokens: int, warpgroups: int, units: int) -> PackedStreamedTile:
+def _by_warps(columns: int, warpgroups: int, units: int, halves: int) -> PackedStreamedTile:
     """Return the configuration with two blocks of K for each warp in a stage, or one, if few such stages have room."""
-    tile = PackedStreamedTile(tokens, warpgroups, units, 4 * warpgroups // units, units)
+    tile = PackedStreamedTile(columns // halves, warpgroups, units, 4 * warpgroups // units, units, halves)
     twice = tile._replace(k_blocks=2 * tile.k_blocks)
     stages, _ = twice.ring(1 << 30, 32, 4, zero_points=True)
     return twice if stages >= _ENOUGH_STAGES else tile
 
 
-def _configurations(m: int, n: int, sm_count: int) -> list[PackedStreamedTile]:
-    """Return configurations whose tiles divide the rows evenly, with as few tokens as hold m, or a few more."""
+def _configurations(m: int, n: int, sm_count: int, halves: int) -> list[PackedStreamedTile]:
+    """Return configurations whose tiles divide the rows evenly, with as few columns as hold m tokens, or a few more."""
     units = -(-n // ROWS)
     even = {-(-units // (sm_count * turns)) for turns in range(1, 40)}
-    by_warps = [tokens for tokens in (8, 16, 32, 64) if tokens >= m][:2] or [64]
-    wgmma = [tokens for tokens in (32, 64, 128, 256) if m > tokens // 4 and (m <= tokens or tokens >= 64)]
+    used = m * halves
+    by_warps = [columns for columns in (8, 16, 32, 64) if columns >= used and columns >= 8 * halves][:2] or [64]
+    wgmma = [columns for columns in (32, 64, 128, 256) if used > columns // 4 and (used <= columns or columns >= 64)]
+    few = [u for u in sorted(even | {8}) if u <= _MOST_UNITS]
     return [
-        *(_by_warps(t, w, u) for t, w in _BY_WARPS if t in by_warps for u in sorted(even | {8}) if u <= _MOST_UNITS),
+        *(_by_warps(c, w, u, halves) for c, w in _BY_WARPS if c in by_warps for u in few),
         *(
-            PackedStreamedTile(t, w, 0, 1 if t == _MANY else 2, u)
-            for t, w in _WGMMA
-            if t in wgmma
+            PackedStreamedTile(c // halves, w, 0, 1 if c == _MANY else 2, u, halves)
+            for c, w in _WGMMA
+            if c in wgmma
             for u in sorted(even | {4 * w})
             if 2 * w < u <= 4 * w
         ),
@@ -146,7 +157,7 @@ def _predicted(tile: PackedStreamedTile, m: int, n: int, k: int, group_size: int
     tiles, blocks = tile.tiles(n), -(-k // BLOCK)
     rounds = -(-tiles // wide) * -(-strips * wide // sm_count)
     of_warp = -(-blocks // tile.k_blocks) * tile.k_blocks // tile.parts
-    a_block = (_BY_WARPS if tile.row_warps else _WGMMA)[tile.tokens, tile.warpgroups]
+    a_block = (_BY_WARPS if tile.row_warps else _WGMMA)[tile.columns, tile.warpgroups]
     reached = min(_MEMORY * bandwidth, _MULTIPROCESSOR * min(tiles * strips, sm_count))
     memory = tiles * tile.units * blocks * block_bytes(group_size) / (reached * 1e6)
     both = float(((rounds * of_warp * a_block) ** 4 + memory**4) ** 0.25)
@@ -155,9 +166,9 @@ def _predicted(tile: PackedStreamedTile, m: int, n: int, k: int, group_size: int
 
 @lru_cache(maxsize=4096)
 def _ranked(
-    m: int, n: int, k: int, group_size: int, card: tuple[int, float]
+    m: int, n: int, k: int, group_size: int, card: tuple[int, float], halves: int
 ) -> tuple[tuple[PackedStreamedTile, ...], tuple[Choice, ...]]:
-    tiles = _configurations(m, n, card[0])
+    tiles = _configurations(m, n, card[0], halves)
     return parameters.ranked((_predicted(tile, m, n, k, group_size, card), tile) for tile in tiles)
 
 
@@ -166,7 +177,8 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     m, n, k = problem.sizes
     card = hopper.card_of(device)
     alike = -(-max(1, m) // _ALIKE) * _ALIKE
-    tile, chosen = parameters.choose(*_ranked(alike, max(1, n), k, problem.group_size, card), choice)
+    halves = problem.code_element.halves
+    tile, chosen = parameters.choose(*_ranked(alike, max(1, n), k, problem.group_size, card, halves), choice)
     zero_points = problem.shifts_activation
     stages, shared = tile.ring(k, problem.group_size, problem.output.bits // 8, zero_points=zero_points)
     product = Step(

@@ -22,7 +22,7 @@ from skuda.kernels.launch import (
     s64,
     strided,
 )
-from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.problem import SUMS, LinearProblem
 from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.vocabulary import EpilogueKind
 
@@ -32,7 +32,7 @@ SCALES = pointers("scales", "act_scale_scratch")
 
 _CHUNKS = 8
 _EPILOGUES = tuple(EpilogueKind)
-_OUTPUTS = tuple(ElementKind(name) for name in ("f32", "f64", "f16", "bf16", "s8", "u8", "s32"))
+_OUTPUTS = tuple(ElementKind(name) for name in ("f32", "f64", "f16", "bf16", "s8", "u8", "s32", "s64"))
 
 
 def activation_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
@@ -42,9 +42,14 @@ def activation_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
 
 def activation_map(problem: LinearProblem, box_rows: int, promotion: int = 128) -> TensorMap:
     """Return the tensor map of the codes."""
-    m, _, k = problem.sizes
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
-    return TensorMap(name, m, k, box_rows, otherwise, promotion)
+    return TensorMap(name, problem.sizes[0], problem.code_bytes, box_rows, otherwise, promotion)
+
+
+def weight_map(problem: LinearProblem, box_rows: int, promotion: int = 128) -> TensorMap:
+    """Return the tensor map of a weight of 8 or 16 bits."""
+    _, n, k = problem.sizes
+    return TensorMap("weight_q", n, k * problem.weight_code.halves, box_rows, promotion=promotion)
 
 
 def activation_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
@@ -61,7 +66,7 @@ def given_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
         scale, zero_point = problem.static_scale
         # Not cached: 0.0 and -0.0 are equal but are different scales.
         return (Constant(problem.compute, scale), *s32(zero_point), *pointers("act_scale_scratch"))
-    return _arrays_of_scales(problem.output is not ElementKind.S32, problem.shifts_activation, problem.scales_tokens)
+    return _arrays_of_scales(problem.output not in SUMS, problem.shifts_activation, problem.scales_tokens)
 
 
 @cache
@@ -95,7 +100,7 @@ def _epilogue_parameters(
     (null,), (none,) = s64(0), s32(0)
     coded = output in CODES8
     return (
-        *((Pointer("weight_scale"), Which("weight_scale")) if output is not ElementKind.S32 else (null, none)),
+        *((Pointer("weight_scale"), Which("weight_scale")) if output not in SUMS else (null, none)),
         Pointer("weight_zero_point") if shifted else null,
         *((Pointer("bias"), Which("bias")) if epilogue.requires_bias else (null, none)),
         Pointer("output_scale") if coded else null,
@@ -134,9 +139,9 @@ def launch_product(
     """Launch the steps of a product, after the quantization of a dynamic activation; `fields` are `Launch`'s."""
     if not problem.dynamic:
         return Launch(steps=product, scratch=scratch, flags=flags, **fields)
-    m, _, k = problem.sizes
+    m, _, _ = problem.sizes
     activation: ElementKind = getattr(problem, problem.element_field)
-    scratch = (("codes", m * k), ("scales", m * activation.compute.bits // 8), *scratch)
+    scratch = (("codes", m * problem.code_bytes), ("scales", m * activation.compute.bits // 8), *scratch)
     quantization = _quantization(problem, activation, overlaps=product[0].overlaps)
     flags = (*flags, *nonfinite.flags(problem))
     return Launch(steps=(quantization, *product), scratch=scratch, flags=flags, **fields)

@@ -10,7 +10,8 @@
 // and products do not overlap.
 //
 // Variants: one. It serves what no other kernel serves: f64, any stride and alignment, any K. It adds up at most 32,768
-// elements of K in s32, where terms of 255 * 255 cannot overflow, and then adds the sums in s64.
+// elements of K in s32, where terms of 255 * 255 cannot overflow, and then adds the sums in s64. Codes of 16 bits take
+// two passes over K, or three if both operands have them.
 #pragma once
 #include "epilogue.cuh"
 
@@ -50,7 +51,7 @@ DEVICE uint4 load_unit(const u8* base, s64 leading, s64 row, s64 rows, s64 k, s6
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Rows: RowScales or GivenRows. C is s32 for sums as results.
+// Rows: RowScales or GivenRows. C is s32 or s64 for sums as results.
 template <class A, class W, class C, class Rows>
 DEVICE void linear(const Layer& p, const Rows& rows) {
   enum { TILE = 64, WORDS = 16, PITCH = 17, SPAN = 512 };  // an odd pitch keeps a column of words in different banks
@@ -69,9 +70,13 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
     }
     const bool sums = rows.has_zero_points() || p.weight_zero_point != nullptr;
     int steps = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < A_HALVES + W_HALVES - 1; ++pass)  // both high halves; the low one of a; the low one of w
     for (s64 k0 = 0; k0 < p.k; k0 += 4 * WORDS) {
-      const uint4 a = load_unit(p.a, p.a_leading, row0 + t / 4, p.m, k0 + t % 4 * 16, p.k);
-      const uint4 w = load_unit(p.w, p.w_leading, column0 + t / 4, p.n, k0 + t % 4 * 16, p.k);
+      const u8* const own_a = p.a + (A_HALVES > 1 && pass == 1 ? p.k : 0);
+      const u8* const own_w = p.w + (W_HALVES > 1 && pass == 2 ? p.k : 0);
+      const uint4 a = load_unit(own_a, p.a_leading, row0 + t / 4, p.m, k0 + t % 4 * 16, p.k);
+      const uint4 w = load_unit(own_w, p.w_leading, column0 + t / 4, p.n, k0 + t % 4 * 16, p.k);
       __syncthreads();
       u32* const to_a = as + t / 4 * PITCH + t % 4 * 4;
       u32* const to_w = ws + t / 4 * PITCH + t % 4 * 4;
@@ -98,11 +103,12 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
       }
       if (++steps == SPAN || k0 + 4 * WORDS >= p.k) {
         steps = 0;
+        const s64 unit = 1 << 8 * (A_HALVES + W_HALVES - 2 - (pass > 0));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           a_total[i] += a_part[i], w_total[i] += w_part[i], a_part[i] = w_part[i] = 0;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) total[i][j] += part[i][j], part[i][j] = 0;
+          for (int j = 0; j < 4; ++j) total[i][j] += A_HALVES > 1 ? part[i][j] * unit : part[i][j], part[i][j] = 0;
         }
       }
     }
@@ -114,7 +120,7 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
         const s64 column = column0 + tx + 16 * j;
         if (row >= p.m || column >= p.n) continue;
         if constexpr (IsSum<C>::value) {
-          ((s32*)p.output)[row * p.output_leading + column] = (s32)total[i][j];
+          ((C*)p.output)[row * p.output_leading + column] = (C)total[i][j];
         } else {
           const s64 za = rows.zero_point_of(row), zw = p.weight_zero_point ? p.weight_zero_point[column] : 0;
           const C acc = rows.difference(total[i][j] - za * w_total[j], zw, a_total[i] - p.k * za);

@@ -12,12 +12,14 @@ from pydantic import model_validator
 from skuda.kernels.linear import packed
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.elements import CODES8, FLOATS, ElementKind
+from skuda.registry.elements import CODES8, FLOATS, WHOLE_CODES, ElementKind
 from skuda.registry.value import Extent, Integer
 from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind, LayoutSku, OpCategory
 
 Sizes = tuple[int, int, int]
 OUTPUTS = (*FLOATS, *CODES8)
+SUMS = (ElementKind.S32, ElementKind.S64)
+"""The outputs that are exact sums: s64 for those of 16-bit codes."""
 SCALE_SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
 """Whether an activation has a scale for each row, or one for all."""
 FEW_ROWS = 32
@@ -29,6 +31,10 @@ SIZES = ((17, 33, 65), (2, 3, 8), (0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (5
 """m, n, k of the ops' cases."""
 ALIGNED_SIZES = ((31, 40, 64), (30, 264, 144), (3, 17, 1040), (20, 136, 400), (1, 8, 16))
 """m, n, k with K a multiple of 16, as TMA loads need."""
+WIDE_SIZES = ((30, 40, 128), (3, 72, 384), (17, 136, 256))
+"""m, n, k with K a multiple of 128, as kernels of sm_90a need where both operands have 16 bits."""
+WEIGHTS_OF_S16 = (ElementKind.S8, ElementKind.S4, ElementKind.S16)
+"""The weights beside an activation of 16-bit codes."""
 SHIFTED = tuple(
     (sizes, *shifted)
     for shifted in ((True, False), (False, True), (True, True))
@@ -73,6 +79,14 @@ class LinearProblem(Descriptor):
         elif self.has_weight_zero_point:
             rule = "be False for a weight_element of s4, whose groups have offsets instead"
             self.refuse("has_weight_zero_point", self.has_weight_zero_point, rule)
+        if self.code_element.is_split and self.weight_element is ElementKind.U8:
+            self.refuse("weight_element", self.weight_element, "be s8, s4 or s16 beside codes of 16 bits")
+        if self.weight_element.is_split and not self.code_element.is_split:
+            rule = f"be at most 8 bits beside an activation of {self.code_element} codes: 16 bits multiply 16 bits"
+            self.refuse("weight_element", self.weight_element, rule)
+        if self.code_element.is_split and self.has_weight_zero_point:
+            rule = "be False beside codes of 16 bits, which are symmetric"
+            self.refuse("has_weight_zero_point", self.has_weight_zero_point, rule)
         return self
 
     @classmethod
@@ -110,7 +124,7 @@ class LinearProblem(Descriptor):
 
     @property
     def on_codes(self) -> Self:
-        """The same problem on the 8-bit codes of its weight."""
+        """The same problem on the s8 codes of its packed weight."""
         return self.model_copy(update={"weight_element": self.weight_code, "group_size": 0})
 
     @property
@@ -132,6 +146,26 @@ class LinearProblem(Descriptor):
     def code_element(self) -> ElementKind:
         """Element of the activation's codes."""
         raise NotImplementedError
+
+    @property
+    def sums_element(self) -> ElementKind:
+        """Element of exact sums of its codes."""
+        return sums_of(self.code_element)
+
+    @property
+    def k_of_halves(self) -> int:
+        """K if the activation has codes of 16 bits, else 0, which is a multiple of everything."""
+        return self.sizes[2] if self.code_element.is_split else 0
+
+    @property
+    def k_between_halves(self) -> int:
+        """K if a box that reaches from high halves into low ones must not be multiplied, else 0."""
+        return 0 if self.weight_element is ElementKind.S8 else self.k_of_halves
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a row of the activation's codes."""
+        return self.sizes[2] * self.code_element.halves
 
     @property
     def static_scale(self) -> tuple[float, int] | None:
@@ -181,6 +215,11 @@ def code_of(weight: ElementKind) -> ElementKind:
     return ElementKind.S8 if weight is ElementKind.S4 else weight
 
 
+def half_of(code: ElementKind) -> ElementKind:
+    """Return the element that kernels multiply: s8 for the halves of s16."""
+    return ElementKind.S8 if code.is_split else code
+
+
 def packed_cases(elements: Iterable[ElementKind]) -> Iterator[tuple[int, Sizes, bool, dict[str, Any]]]:
     """Yield number, m, n and k, whether the activation has zero points, and fields of cases with a packed weight.
 
@@ -197,6 +236,20 @@ def packed_cases(elements: Iterable[ElementKind]) -> Iterator[tuple[int, Sizes, 
             number = next(numbers)
             fields = {"element": element, "epilogue": epilogue, "weight_element": ElementKind.S4}
             yield number, sizes, shifts, fields | {"group_size": packed.GROUP_SIZES[number % 3]}
+
+
+def wide_cases(elements: Iterable[ElementKind]) -> Iterator[tuple[int, Sizes, dict[str, Any]]]:
+    """Yield number, m, n and k, and fields of cases with an activation of 16-bit codes, as `packed_cases` does."""
+    numbers, others = count(), (*ALIGNED_SIZES, *SIZES)
+    for at, (element, epilogue, weight) in enumerate(product(elements, EpilogueKind, WEIGHTS_OF_S16)):
+        found = [WIDE_SIZES[at % len(WIDE_SIZES)]] if weight is not ElementKind.S8 else []
+        if not found or at % 4 == 0:
+            found.append(others[(at + at // 3) % len(others)])
+        for sizes in found:
+            number = next(numbers)
+            group_size = packed.GROUP_SIZES[number % 3] if weight is ElementKind.S4 else 0
+            fields = {"element": element, "epilogue": epilogue, "weight_element": weight, "group_size": group_size}
+            yield number, sizes, fields
 
 
 @cache
@@ -258,9 +311,10 @@ class CodedProblem(LinearProblem):
     m, n, k : int
         Rows of the activation, output channels, inner size.
     activation_element : ElementKind
-        Element of the activation's codes: s8 or u8.
+        Element of the activation's codes: s8, u8 or s16.
     weight_element : ElementKind
-        Element of the weight's codes: s8 or u8; or s4 for a packed weight of 4-bit levels.
+        Element of the weight's codes: s8 or u8; s16 if the activation has it; or s4 for a packed weight of 4-bit
+        levels.
     output_element : ElementKind
         Element of the output.
     epilogue : EpilogueKind
@@ -268,7 +322,7 @@ class CodedProblem(LinearProblem):
     has_weight_zero_point : bool
         Whether `weight_zero_point` is passed; never for s4.
     group_size : int
-        Elements of a row of a packed weight that share a scale and an offset: 32, 64 or 128. 0 for s8 and u8.
+        Elements of a row of a packed weight that share a scale and an offset: 32, 64 or 128. 0 for others.
     """
 
     element_field: ClassVar[str] = "output_element"
@@ -301,8 +355,8 @@ class CodedProblem(LinearProblem):
 
 
 def code_element_holding(q_min: int, q_max: int) -> ElementKind | None:
-    """Return s8 or u8, whichever holds [q_min, q_max] (s8 first), or None."""
-    for element in CODES8:
+    """Return s8, u8 or s16, the first that holds [q_min, q_max], or None."""
+    for element in WHOLE_CODES:
         low, high = element.integer_range or (0, 0)
         if low <= q_min and q_max <= high:
             return element
@@ -310,9 +364,22 @@ def code_element_holding(q_min: int, q_max: int) -> ElementKind | None:
 
 
 def longest_k(activation: ElementKind, weight: ElementKind, largest_sum: int = 2**31 - 1) -> int:
-    """Return the largest K whose sums of magnitudes stay within a bound, by default s32's, whatever the codes are."""
-    largest = 1
+    """Return the largest K whose sums of magnitudes stay within a bound, by default s32's, whatever the codes are.
+
+    Codes of 16 bits have a sum for each half. That of the low halves takes two products of 16 by 16 bits.
+    """
+    largest = 2 if activation.is_split and weight.is_split else 1
     for element in (activation, weight):
-        low, high = element.integer_range or (0, 0)
+        low, high = half_of(element).integer_range or (0, 0)
         largest *= max(-low, high)
     return largest_sum // largest
+
+
+def sums_of(activation: ElementKind) -> ElementKind:
+    """Return the element of exact sums of an activation's codes."""
+    return ElementKind.S64 if activation.is_split else ElementKind.S32
+
+
+def longest_sum(weight: ElementKind) -> int:
+    """Return the largest K whose sums stay within s32 beside the activation with the largest codes."""
+    return longest_k(ElementKind.S16 if weight.is_split else ElementKind.U8, weight)

@@ -4,7 +4,7 @@
 //   codes[m, k] = clamp(rne(RN_C(activation[m, k] / act_scale[m])), q_min, q_max)
 //
 //   activation   [m, k] Data, activation_leading elements apart
-//   codes, act_scale          scratch: [m, k] bytes, and [m] in the activation's compute type
+//   codes, act_scale          scratch: [m, k] codes, and [m] in the activation's compute type
 //   given_codes, given_scale  the same arrays of the caller, or null; if given, they are used instead
 //
 // Data: global memory -> registers, once -> global memory (runs.cuh). The product then reads the codes from L2. On
@@ -21,6 +21,6 @@ KERNEL(512, 1) quantized_linear_codes(const Data* activation, s64 activation_lea
                                       s32 q_max) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  by_runs<8>(activation, activation_leading, given_codes ? given_codes : codes, k, given_scale ? given_scale : act_scale,
-             nullptr, k, k, m, 1, lanes, 0, q_min, q_max, 1, m);
+  by_runs<8>(activation, activation_leading, given_codes ? given_codes : codes, k * Halves<SKUDA_CODE>::count,
+             given_scale ? given_scale : act_scale, nullptr, k, k, m, 1, lanes, 0, q_min, q_max, 1, m);
 }

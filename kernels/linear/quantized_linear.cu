@@ -15,7 +15,7 @@
 #include "plain.cuh"
 
 #define PRODUCT(C, A)                                                                                              \
-  linear<A, SKUDA_WEIGHT, C>(LAYER(given_codes ? given_codes : codes, k),                                        \
+  linear<A, WCode, C>(LAYER(given_codes ? given_codes : codes, A_HALVES * k),                                        \
                              RowScales<Real, C>{given_scale ? given_scale : act_scale, (C)0, 0})
 #define CODES_AND_SCALES const u8 *codes, const u8 *given_codes, const Real *act_scale, const Real *given_scale
 

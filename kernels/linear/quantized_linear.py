@@ -7,6 +7,9 @@ sum_k a[m, k] (weight_q[n, k] - weight_zero_point[n]), exactly; v = RN_C(RN_C(sa
 then, by epilogue, RN_C(v + bias[n]) and relu, gelu or silu; output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) +
 output_zero_point) for an s8 or u8 output. C is f64 where activation or output is f64, else f32. K == 0 gives v = +0.
 
+Bounds beyond s8 and u8, such as -32639 and 32639, have codes of 16 bits. With an s16 weight acc leaves out the product
+of the low halves, as in `scaled_linear`.
+
 With `nonfinite` propagate, a NaN counts as an infinity in the range of its row, so sa[m] is infinite, all codes are 0
 and every v of the row is NaN, if K is not 0.
 
@@ -19,10 +22,10 @@ of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded o
 
 Elements
 --------
-activation f16, bf16, f32, f64; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8 (by default that of the
-activation); `weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are
-optional: given, they receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations,
-else f32).
+activation f16, bf16, f32, f64; weight s8, u8, packed s4, or s16 beside codes of 16 bits; output f16, bf16, f32, f64,
+s8, u8 (by default that of the activation); `weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32.
+The scratch arrays are optional: given, they receive the codes (s8, or u8 or s16 where the bounds need it) and the
+scales (f64 for f64 activations, else f32). s16 codes are stored as in `scaled_linear`.
 
 Units
 -----
@@ -32,9 +35,10 @@ code.
 Errors
 ------
 `InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight,
-and other than 0 for another; weight zero points of an s4 weight; `q_max` below 1 or below `q_min`; bounds that neither
-s8 nor u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
-`output_scale` that is 0 or not finite.
+and other than 0 for another; weight zero points of an s4 weight, or beside s16 codes; an s16 weight beside other codes,
+and a u8 weight beside s16 ones; `q_max` below 1 or below `q_min`; bounds that none of s8, u8 and s16 holds; an argument
+that is missing, unknown, of another element or shape, or that overlaps an output; an `output_scale` that is 0 or not
+finite.
 `Unsupported` for an element outside the lists above.
 """
 
@@ -47,6 +51,7 @@ import numpy as np
 from pydantic import model_validator
 
 from skuda.kernels import nonfinite
+from skuda.kernels.blocks import planes
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import strategies
 from skuda.kernels.linear.drawn import draw
@@ -60,11 +65,12 @@ from skuda.kernels.linear.problem import (
     code_element_holding,
     packed_cases,
     weight_and_output,
+    wide_cases,
 )
 from skuda.kernels.linear.reference import Codes, parts_of_k, write_layer
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import per_token
-from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.argument import ArgumentSpec, Role, storage_shape
 from skuda.registry.constraints import OneOf
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
@@ -85,7 +91,8 @@ class QuantizedLinearDescriptor(LinearProblem):
     activation_element : ElementKind
         Element of the activation, a float.
     weight_element : ElementKind
-        Element of the weight's codes: s8 or u8; or s4 for a packed weight of 4-bit levels.
+        Element of the weight's codes: s8 or u8; s16 if the activation's have 16 bits; or s4 for a packed weight of
+        4-bit levels.
     output_element : ElementKind
         Element of the output; by default the activation's.
     epilogue : EpilogueKind
@@ -93,7 +100,7 @@ class QuantizedLinearDescriptor(LinearProblem):
     has_weight_zero_point : bool
         Whether `weight_zero_point` is passed; never for s4.
     group_size : int
-        Elements of a row of a packed weight that share a scale and an offset: 32, 64 or 128. 0 for s8 and u8.
+        Elements of a row of a packed weight that share a scale and an offset: 32, 64 or 128. 0 for others.
     nonfinite : Nonfinite
         ``ignore`` (the range of a row skips a NaN) or ``propagate`` (a NaN counts as an infinity).
     """
@@ -124,7 +131,7 @@ class QuantizedLinearDescriptor(LinearProblem):
         if self.q_max < self.q_min:
             self.refuse("q_max", self.q_max, f"be at least q_min = {self.q_min}")
         if code_element_holding(self.q_min, self.q_max) is None:
-            self.refuse("q_min, q_max", (self.q_min, self.q_max), "lie within the range of s8 or of u8")
+            self.refuse("q_min, q_max", (self.q_min, self.q_max), "lie within the range of s8, of u8 or of s16")
         if self.output_element is None:
             # Filled in: the default and the same element given explicitly describe the same problem.
             object.__setattr__(self, "output_element", self.activation_element)
@@ -174,13 +181,14 @@ def reference(
 ) -> None:
     """Write `output` by the formula of the module."""
     data, bounds, how = problem.activation_element, (problem.q_min, problem.q_max), arithmetic(problem)
-    elements, nan = (data, problem.code_element), nonfinite.in_range(problem)
+    code = problem.code_element
+    elements, nan = (data, code), nonfinite.in_range(problem)
 
     def quantized(rows: slice) -> tuple[Codes, Any]:
         x = activation[rows]
         scale = np.empty(len(x), compute_dtype(data))
         if act_q_scratch is not None or len(parts_of_k(*x.shape)) <= 1:
-            whole = np.empty(x.shape, how.codes) if act_q_scratch is None else act_q_scratch[rows]
+            whole = np.empty(storage_shape(x.shape, code), how.codes) if act_q_scratch is None else act_q_scratch[rows]
             affine.quantize_rows(elements, bounds, x, scale, whole, nan=nan)
         else:
             whole = None
@@ -188,12 +196,12 @@ def reference(
         if act_scale_scratch is not None:
             act_scale_scratch[rows] = scale
 
-        def codes(part: slice) -> Any:
+        def codes(part: slice) -> tuple[Any, ...]:
             if whole is not None:
-                return whole[:, part]
-            made = np.empty((len(x), part.stop - part.start), how.codes)
+                return tuple(plane[:, part] for plane in planes(whole, code))
+            made = np.empty(storage_shape((len(x), part.stop - part.start), code), how.codes)
             affine.quantize(per_token, elements, bounds, (x[:, part], scale, 0, made))
-            return made
+            return planes(made, code)
 
         return codes, scale.astype(how.compute, copy=False)
 
@@ -204,15 +212,22 @@ def reference(
     write_layer(epilogue, quantized, 0, (weight_q, weight_zero_point), output)
 
 
-def _case(sizes: tuple[int, int, int], number: int, **fields: Any) -> QuantizedLinearDescriptor:
-    (m, n, k), (q_min, q_max) = sizes, ((-127, 127), (-128, 127), (0, 255), (-8, 7))[number % 4]
+_BOUNDS = ((-127, 127), (-128, 127), (0, 255), (-8, 7))
+_WIDE_BOUNDS = ((-32_639, 32_639), (-300, 32_639), (-32_639, 200))
+
+
+def _case(sizes: tuple[int, int, int], number: int, *, wide: bool = False, **fields: Any) -> QuantizedLinearDescriptor:
+    bounds = _WIDE_BOUNDS if wide else _BOUNDS
+    (m, n, k), (q_min, q_max) = sizes, bounds[number % len(bounds)]
     return QuantizedLinearDescriptor(m=m, c_out=n, k=k, q_min=q_min, q_max=q_max, **fields)
 
 
 def _cases() -> tuple[Case, ...]:
     made = []
     for number, kinds in enumerate(product(FLOATS, CODES8, OUTPUTS, EpilogueKind)):
-        fields = dict(zip(("activation_element", "weight_element", "output_element", "epilogue"), kinds, strict=True))
+        fields: dict[str, Any] = dict(
+            zip(("activation_element", "weight_element", "output_element", "epilogue"), kinds, strict=True)
+        )
         problem = _case(SIZES[number % len(SIZES)], number, **fields, has_weight_zero_point=number % 3 == 1)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     outputs = (None, *(e for e in OUTPUTS if e is not ElementKind.F64))
@@ -230,6 +245,10 @@ def _cases() -> tuple[Case, ...]:
             sizes, number // 2, activation_element=fields.pop("element"), output_element=outputs[number % 6], **fields
         )
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
+    for number, sizes, fields in wide_cases(FLOATS):
+        data, output = fields.pop("element"), outputs[number % 6]
+        problem = _case(sizes, number, activation_element=data, output_element=output, wide=True, **fields)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return (*made, *nonfinite.propagating(made[::7]))
 
 
@@ -239,6 +258,6 @@ SKUS = strategies.skus(
     __name__,
     FLOATS,
     OneOf(field="output_element", allowed=OUTPUTS),
-    workspace=(WorkspaceTerm(factors=("m", "k"), bytes_each=1), WorkspaceTerm(factors=("m",), bytes_each=8)),
+    workspace=(WorkspaceTerm(factors=("m", "code_bytes"), bytes_each=1), WorkspaceTerm(factors=("m",), bytes_each=8)),
 )
 OP = Op(QuantizedLinearDescriptor, reference, CASES, SKUS, "baracuda_kernels/quantize/quantized_linear.rs", draw=draw)

@@ -16,6 +16,6 @@
 
 KERNEL(SKUDA_TILE::THREADS, SKUDA_TILE::RESIDENT) quantized_linear_mma(
     const u8* codes, const u8* given_codes, const f32* act_scale, const f32* given_scale, LAYER_PARAMETERS) {
-  linear_by_mma<SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_ZERO_POINTS, SKUDA_TILE>(
-      LAYER(given_codes ? given_codes : codes, k), RowScales<f32>{given_scale ? given_scale : act_scale, 0.0f, 0});
+  linear_by_mma<ACode, WCode, SKUDA_OUT, SKUDA_ZERO_POINTS, SKUDA_TILE>(
+      LAYER(given_codes ? given_codes : codes, A_HALVES * k), RowScales<f32>{given_scale ? given_scale : act_scale, 0.0f, 0});
 }

@@ -1,8 +1,9 @@
-"""The exact int8 product in NumPy, and the blocks in which a linear op's reference computes its outputs.
+"""The exact product of codes in NumPy, and the blocks in which a linear op's reference computes its outputs.
 
 BLAS computes the integer product: a sum of int8 products is exact in f32, in any order and with or without fused
 multiply-add, as long as the sum of magnitudes stays within 2^24. So K is cut into runs of that length (1,024 for s8 by
-s8), and f64 adds up the runs, which is exact up to 2^53.
+s8), and f64 adds up the runs, which is exact up to 2^53. Codes of 16 bits are two planes of s8, and f64 also adds up
+their products, each times a power of two.
 
 Outputs are computed in boxes. The codes of a box's rows are made in parts along K, which bounds the memory for a long
 K. Boxes stay tall, because all weights are converted once for every row of boxes.
@@ -11,21 +12,21 @@ K. Boxes stay tall, because all weights are converted once for every row of boxe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import repeat
+from itertools import product, repeat
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from skuda.kernels.blocks import BLOCK
+from skuda.kernels.blocks import BLOCK, planes
 from skuda.kernels.linear import packed
 from skuda.kernels.linear.epilogue import Epilogue, arithmetic
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.elements import ElementKind
 
 Array = npt.NDArray[Any]
-Codes = Callable[[slice], Array]
-"""Returns the codes of some rows, s8 or u8, in a part of K."""
+Codes = Callable[[slice], tuple[Array, ...]]
+"""Returns the planes of the codes of some rows, s8 or u8, in a part of K: one, or the two of 16-bit codes."""
 
 _MIN_ROWS, _ROWS, _COLUMNS = 64, 512, 1024
 _CODES_AT_ONCE = 1 << 22
@@ -58,6 +59,7 @@ def write_layer(
     m, n, k = problem.sizes
     if problem.weight_element is ElementKind.S4:
         weight = _unpacked(weight[0], n, k), None
+    of_weight = planes(weight[0], problem.weight_element), weight[1]
     height = _MIN_ROWS
     if m > height:
         height = max(_MIN_ROWS, min(_ROWS, _CODES_AT_ONCE // max(k, 1)), BLOCK // max(n, k, 1))
@@ -69,8 +71,8 @@ def write_layer(
         width = max(_COLUMNS, _SUMS_AT_ONCE // len(row_scale)) if len(parts) > 1 else _COLUMNS
         for panel in _cut(n, width):
             columns = _cut(panel.stop, _COLUMNS, panel.start)
-            for at, product in exact_products(problem, codes, parts, shift, weight, columns):
-                epilogue.apply(row_scale, product, at, output[rows, at])
+            for at, sums in exact_products(problem, codes, parts, shift, of_weight, columns):
+                epilogue.apply(row_scale, sums, at, output[rows, at])
 
 
 def _unpacked(weight: Array, n: int, k: int) -> Array:
@@ -99,12 +101,13 @@ def exact_products(
     codes: Codes,
     parts: list[slice],
     act_zero_point: int | Array,
-    weight: tuple[Array, Array | None],
+    weight: tuple[tuple[Array, ...], Array | None],
     columns: list[slice],
 ) -> Iterator[tuple[slice, Array | None]]:
     """Yield every block of columns with ``RN_C(sum_k (a - za)(w - zw))``: the sum is exact and rounded once.
 
-    An s32 output is the sum itself. For K == 0 there is None in place of the sums.
+    An output of sums is the sum itself. For K == 0 there is None in place of the sums. Where both have codes of 16
+    bits, the product of their low halves is left out.
 
     Parameters
     ----------
@@ -116,37 +119,40 @@ def exact_products(
         The parts of K, none if it is 0; `codes` is called once for each.
     act_zero_point : int or array of shape (rows,), s64
         za; one number lies within the range of the codes, others are any s32.
-    weight : (array, array or None)
-        Codes, (N, K), s8 or u8, and zero points, (N,), s32, or None for 0.
+    weight : (tuple of array, array or None)
+        Planes of the codes, (N, K), s8 or u8, and zero points, (N,), s32, or None for 0.
     columns : list of slice
         The blocks.
     """
     if not parts:
         yield from zip(columns, repeat(None))
         return
-    (weight_q, weight_zero_point), how, k = weight, arithmetic(problem), parts[-1].stop
+    (of_weight, weight_zero_point), how, k = weight, arithmetic(problem), parts[-1].stop
+    is_short = k <= how.run and len(how.pairs) == 1
     sums: list[Any] = [None] * len(columns)
     shift: Any = -k * act_zero_point
     for part in parts:
         a = codes(part)
         if weight_zero_point is not None:
-            shift = shift + a.sum(axis=1, dtype=np.int64)
+            shift = shift + a[0].sum(axis=1, dtype=np.int64)
         for i, block in enumerate(columns):
-            for at in _cut(part.stop, how.run, part.start):
+            for at, (of_a, of_w, bits) in product(_cut(part.stop, how.run, part.start), how.pairs):
                 exact = (
-                    a[:, at.start - part.start : at.stop - part.start].astype(np.float32)
-                    @ weight_q[block, at].astype(np.float32).T
+                    a[of_a][:, at.start - part.start : at.stop - part.start].astype(np.float32)
+                    @ of_weight[of_w][block, at].astype(np.float32).T
                 )
+                if not is_short:
+                    exact = exact.astype(np.float64) * 2.0**bits
                 if sums[i] is None:
-                    sums[i] = exact if k <= how.run else exact.astype(np.float64)
+                    sums[i] = exact
                 else:
                     sums[i] += exact
     shifted = weight_zero_point is not None or not isinstance(act_zero_point, int) or act_zero_point != 0
-    for block, product in zip(columns, sums, strict=True):
+    for block, found in zip(columns, sums, strict=True):
         if shifted:
             zw = None if weight_zero_point is None else weight_zero_point[block].astype(np.int64)
-            product = _shifted(product, (act_zero_point, weight_q[block]), (shift, zw), how.product)  # noqa: PLW2901
-        yield block, np.asarray(product, how.product)
+            found = _shifted(found, (act_zero_point, of_weight[0][block]), (shift, zw), how.product)  # noqa: PLW2901
+        yield block, np.asarray(found, how.product)
 
 
 def _shifted(

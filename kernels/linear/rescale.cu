@@ -3,7 +3,7 @@
 //   acc = sums - act_zero_point[m] weight_sums[n] - weight_zero_point[n] act_sums[m] + k act_zero_point[m] weight_zero_point[n]
 //   y   = epilogue(act_scale[m] * weight_scale[n] * acc)
 //
-//   sums         [m, n] s32, sums_leading elements apart
+//   sums         [m, n] SKUDA_SUMS (s32, or s64 without zero points), sums_leading elements apart
 //   act_scale    [m] (act_step 1) or [1] (act_step 0) of act_scale_is
 //   act_zero_point   as many s32, or null
 //   act_sums     [m] s32, or null where weight_zero_point is
@@ -18,10 +18,11 @@
 
 typedef SKUDA_REAL Real;
 typedef SKUDA_OUT Out;
+typedef SKUDA_SUMS Sum;
 
 enum { V = 4, U = SKUDA_ZERO_POINTS ? 1 : sizeof(Real) == 8 ? 2 : 4 };
 // Blocks of 256 threads on a multiprocessor for which there must be registers: as many as possible without spills.
-enum { BLOCKS = sizeof(Real) == 8 || sizeof(Out) == 1 || CURVED || SKUDA_ZERO_POINTS ? 2 : 4 };
+enum { BLOCKS = sizeof(Real) == 8 || sizeof(Sum) == 8 || sizeof(Out) == 1 || CURVED || SKUDA_ZERO_POINTS ? 2 : 4 };
 struct alignas(sizeof(Out) * V < 16 ? sizeof(Out) * V : 16) Outputs { Out of[V]; };
 
 DEVICE bool rows_aligned(const void* p, s64 leading_bytes, s64 rows, u64 bytes) {
@@ -40,18 +41,34 @@ struct Columns {  // scales, biases, zero points and sums of codes of a thread's
   s32 zero_point[V], sum[V];
 };
 struct RowPart {  // the sums of a row in these columns, and scale, zero point and sum of codes of the row
-  uint4 sums;
+  Sum sums[V];
   Real scale;
   s32 zero_point, sum;
 };
 
+DEVICE void load_sums(const Sum* from, bool at_once, s64 left, Sum (&sums)[V]) {
+  enum { WORDS = sizeof(Sum) / 4 };
+  if (at_once) {
+    u32 words[4 * WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const uint4 four = __ldcg((const uint4*)from + i);
+      words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+    }
+#pragma unroll
+    for (int j = 0; j < V; ++j) sums[j] = (Sum)((u64)words[WORDS * j] | (u64)words[WORDS * j + WORDS - 1] << 32);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) sums[j] = j < left ? from[j] : 0;
+}
+
 DEVICE void finish(const RowPart& row, const Columns& own, const Segment<f32>& codes, s64 k, Outputs& y) {
-  const s32 sum[V] = {(s32)row.sums.x, (s32)row.sums.y, (s32)row.sums.z, (s32)row.sums.w};
   const s64 za = row.zero_point, a = row.sum - k * za;
   Real v[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const Real acc = SKUDA_ZERO_POINTS ? GivenRows<Real>::difference(sum[j] - za * own.sum[j], own.zero_point[j], a) : (Real)sum[j];
+    const Real acc = SKUDA_ZERO_POINTS ? GivenRows<Real>::difference(row.sums[j] - za * own.sum[j], own.zero_point[j], a) : (Real)row.sums[j];
     v[j] = k == 0 ? (Real)0 : mul_rn(mul_rn(row.scale, own.scale[j]), acc);
     if (SKUDA_EPILOGUE != IDENTITY) v[j] = v[j] + own.bias[j];
     if (SKUDA_EPILOGUE == BIAS_RELU) v[j] = relu(v[j]);
@@ -61,13 +78,13 @@ DEVICE void finish(const RowPart& row, const Columns& own, const Segment<f32>& c
 }
 
 KERNEL(256, BLOCKS) rescale(
-    const s32* sums, s64 sums_leading, GIVEN_ROWS_PARAMETERS, const s32* act_sums, const s32* weight_sums,
+    const Sum* sums, s64 sums_leading, GIVEN_ROWS_PARAMETERS, const s32* act_sums, const s32* weight_sums,
     EPILOGUE_PARAMETERS, s32 lanes) {
   const Epilogue p = EPILOGUE;
   const GivenRows<Real> rows = GIVEN_ROWS(Real);
   const s64 column = ((s64)blockIdx.x * lanes + (threadIdx.x & (lanes - 1))) * V, left = n - column;
   if (left <= 0) return;
-  const bool loads = left >= V && rows_aligned(sums, sums_leading * (s64)sizeof(s32), m, 16);
+  const bool loads = left >= V && rows_aligned(sums, sums_leading * (s64)sizeof(Sum), m, 16);
   const bool stores = left >= V && rows_aligned(output, output_leading * (s64)sizeof(Out), m, alignof(Outputs));
   const Segment<f32> codes = p.codes(CodeRange<Out>::min, CodeRange<Out>::max);
   Columns own;
@@ -86,11 +103,9 @@ KERNEL(256, BLOCKS) rescale(
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const s64 row = first + u * step;
-      loaded[u] = RowPart{make_uint4(0, 0, 0, 0), 0, 0, 0};
+      loaded[u] = RowPart{{0, 0, 0, 0}, 0, 0, 0};
       if (row >= m) continue;
-      const s32* const from = sums + row * sums_leading + column;
-      if (loads) loaded[u].sums = __ldcg((const uint4*)from);
-      else loaded[u].sums = make_uint4(from[0], left > 1 ? from[1] : 0, left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
+      load_sums(sums + row * sums_leading + column, loads, left, loaded[u].sums);
       loaded[u].scale = rows.at(row);
       if (SKUDA_ZERO_POINTS) loaded[u].zero_point = (s32)rows.zero_point_of(row), loaded[u].sum = act_sums ? act_sums[row] : 0;
     }

@@ -16,8 +16,8 @@ of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded o
 
 Elements
 --------
-`sums`, `act_sums` and `weight_sums` s32; output f16, bf16, f32, f64, s8, u8; `act_scale`, `weight_scale` and `bias` C
-or any narrower float; zero points s32, of any value.
+`sums` s32, or s64 for codes of 16 bits; `act_sums` and `weight_sums` s32; output f16, bf16, f32, f64, s8, u8;
+`act_scale`, `weight_scale` and `bias` C or any narrower float; zero points s32, of any value.
 
 Units
 -----
@@ -26,9 +26,9 @@ real units per code step; `bias` is real; `output_scale` is real units per outpu
 
 Errors
 ------
-`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale_scope` other than token and tensor; an argument
-that is missing, unknown, of another element or shape, or that overlaps an output; an `output_scale` that is 0 or not
-finite.
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale_scope` other than token and tensor; zero points
+beside s64 sums; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
+`output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
 """
 
@@ -44,11 +44,12 @@ from pydantic import model_validator
 from skuda.kernels.blocks import Index, blocks
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import BIASED, OUTPUTS, SCALE_SCOPES, floats_up_to, scale_of_rows
+from skuda.kernels.linear.problem import BIASED, OUTPUTS, SCALE_SCOPES, SUMS, floats_up_to, scale_of_rows
 from skuda.kernels.linear.reference import round_integer, subtract_outer
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.op import Case, Op, Values
@@ -67,6 +68,8 @@ class RescaleDescriptor(Descriptor):
         Rows and columns of the sums, and the number of products in each.
     output_element : ElementKind
         Element of the output.
+    sums_element : ElementKind
+        Element of the sums: s32 or s64.
     epilogue : EpilogueKind
         Steps after the scales; all but ``identity`` take `bias`.
     act_scale_scope : DynamicRangeScope
@@ -82,12 +85,13 @@ class RescaleDescriptor(Descriptor):
     n: Extent
     k: Extent
     output_element: ElementKind
+    sums_element: ElementKind = ElementKind.S32
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     act_scale_scope: DynamicRangeScope = DynamicRangeScope.TOKEN
     has_act_zero_point: bool = False
     has_weight_zero_point: bool = False
     signature = (
-        ArgumentSpec("sums", Role.INPUT, ElementKind.S32, "m, n"),
+        ArgumentSpec("sums", Role.INPUT, "sums_element", "m, n"),
         *scale_of_rows("act_scale", "reals"),
         *scale_of_rows("act_zero_point", ElementKind.S32, _ACT_SHIFTED),
         ArgumentSpec("weight_sums", Role.INPUT, ElementKind.S32, "n", when=_ACT_SHIFTED),
@@ -104,6 +108,8 @@ class RescaleDescriptor(Descriptor):
     def _rules(self) -> Self:
         if self.act_scale_scope not in SCALE_SCOPES:
             self.refuse("act_scale_scope", self.act_scale_scope, f"be one of {', '.join(SCALE_SCOPES)}")
+        if self.sums_element is ElementKind.S64 and (self.has_act_zero_point or self.has_weight_zero_point):
+            self.refuse("sums_element", self.sums_element, "be s32 with zero points: codes of 16 bits are symmetric")
         return self
 
     @property
@@ -122,7 +128,7 @@ class RescaleDescriptor(Descriptor):
         return floats_up_to(self.compute)
 
 
-_OF_THE_LAYER = tuple(name for name in RescaleDescriptor.model_fields if name != "op")
+_OF_THE_LAYER = tuple(name for name in RescaleDescriptor.model_fields if name not in ("op", "sums_element"))
 
 
 @np.errstate(all="ignore")  # infinities and NaN are valid results here
@@ -185,6 +191,7 @@ def _cases() -> tuple[Case, ...]:
             act_scale_scope=SCALE_SCOPES[number // 2 % 2],
             has_act_zero_point=kind == 1 or (kind == 2 and row % 2 == 0),  # kind 1 has both, kind 2 one of them
             has_weight_zero_point=kind == 1 or (kind == 2 and row % 2 == 1),
+            sums_element=SUMS[kind == 0 and row % 2],
         )
         made.append(Case(problem, values[(number + row) % len(values)]))
     return tuple(made)
@@ -205,8 +212,15 @@ SKUS = (
         epilogues=EpilogueKind,
         launch="skuda.kernels.linear.rescale_launch:rescale",
         flags=_flags,
+        constraints=(OneOf(field="sums_element", allowed=SUMS),),
         summary="four columns per thread, whose scales it keeps",
     ),
-    *numpy_skus(RescaleDescriptor, __name__, OUTPUTS, epilogues=EpilogueKind),
+    *numpy_skus(
+        RescaleDescriptor,
+        __name__,
+        OUTPUTS,
+        epilogues=EpilogueKind,
+        constraints=(OneOf(field="sums_element", allowed=SUMS),),
+    ),
 )
 OP = Op(RescaleDescriptor, reference, CASES, SKUS, source="the epilogue of scaled_linear")

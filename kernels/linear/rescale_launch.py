@@ -49,5 +49,9 @@ def rescale(problem: RescaleDescriptor, device: Device) -> Launch:
         ),
     )
     zero_points = problem.has_act_zero_point or problem.has_weight_zero_point
-    flags = (f"-DSKUDA_EPILOGUE={problem.epilogue.name}", f"-DSKUDA_ZERO_POINTS={int(zero_points)}")
+    flags = (
+        f"-DSKUDA_EPILOGUE={problem.epilogue.name}",
+        f"-DSKUDA_ZERO_POINTS={int(zero_points)}",
+        f"-DSKUDA_SUMS={problem.sums_element}",
+    )
     return Launch(steps=(step,), flags=flags, alike=ANY_ROWS)

@@ -9,7 +9,10 @@ output, else f32. K == 0 gives v = +0. With `act_scale_scope` tensor, `act_scale
 every row.
 
 For an s32 output, output = sum_k act_q[m, k] weight_q[n, k], exactly. Layers that share a K add up such outputs. It
-takes no scales, zero points, bias or other epilogue.
+takes no scales, zero points, bias or other epilogue. With s16 codes the sums are s64.
+
+s16 by s16 leaves out the product of the low halves: with a = 256 ah + al and w = 256 wh + wl, acc = sum_k 65536 ah wh +
+256 (ah wl + al wh). That changes acc by at most 16384 K. s16 codes take no zero points.
 
 relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
 of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
@@ -20,8 +23,9 @@ of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded o
 
 Elements
 --------
-activation s8, u8; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8, s32; `act_scale`, `weight_scale` and
-`bias` C or any narrower float; zero points s32, of any value.
+activation s8, u8, s16; weight s8, u8, packed s4, beside an s16 activation s8, packed s4, s16; output f16, bf16, f32,
+f64, s8, u8, and the sums s32 or, of s16 codes, s64; `act_scale`, `weight_scale` and `bias` C or any narrower float;
+zero points s32, of any value. s16 codes are stored as s8, [rows, 2 k]: k high halves, then k low ones.
 
 Units
 -----
@@ -31,21 +35,24 @@ code; an s32 output counts products of code steps.
 Errors
 ------
 `InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight, and
-other than 0 for another; weight zero points of an s4 weight; an `act_scale_scope` other than token and tensor; an s32
-output with zero points, a scope other than token, an epilogue other than identity, or a `k` whose sums could leave
-s32 (s8 by s8: above 131,071; s8 by u8: 65,793; u8 by u8: 33,025); an argument that is missing, unknown, of another
-element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
+other than 0 for another; weight zero points of an s4 weight; zero points of s16 codes; an s16 weight beside another
+activation, and a u8 weight beside an s16 one; an `act_scale_scope` other than token and tensor; sums of another element
+than the codes have, or with zero points, a scope other than token, an epilogue other than identity, or a `k` whose sums
+could leave s32 (s8 by s8: above 131,071; s8 by u8: 65,793; u8 by u8: 33,025); an argument that is missing, unknown, of
+another element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import model_validator
 
+from skuda.kernels.blocks import planes
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import strategies
 from skuda.kernels.linear.drawn import draw
@@ -56,20 +63,22 @@ from skuda.kernels.linear.problem import (
     SCALE_SCOPES,
     SHIFTED,
     SIZES,
+    SUMS,
     CodedProblem,
     longest_k,
     packed_cases,
     scale_of_rows,
     weight_and_output,
+    wide_cases,
 )
 from skuda.kernels.linear.reference import Codes, write_layer
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
-from skuda.registry.elements import CODES8, ElementKind
+from skuda.registry.elements import CODES8, WHOLE_CODES, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind
 
-_SCALED = {"output_element": tuple(kind for kind in ElementKind if kind is not ElementKind.S32)}
+_SCALED = {"output_element": tuple(kind for kind in ElementKind if kind not in SUMS)}
 """When scales are passed: exact sums take none."""
 
 
@@ -79,7 +88,7 @@ class ScaledLinearDescriptor(CodedProblem):
     Attributes
     ----------
     output_element : ElementKind
-        Element of the output; s32 for the exact sums.
+        Element of the output; s32, or s64 with s16 codes, for the exact sums.
     act_scale_scope : DynamicRangeScope
         Whether the activation has a scale (and zero point) per ``token`` or one for the whole ``tensor``.
     has_act_zero_point : bool
@@ -102,14 +111,21 @@ class ScaledLinearDescriptor(CodedProblem):
     def _rules(self) -> Self:
         if self.act_scale_scope not in SCALE_SCOPES:
             self.refuse("act_scale_scope", self.act_scale_scope, f"be one of {', '.join(SCALE_SCOPES)}")
-        if self.output_element is ElementKind.S32:
+        if self.activation_element.is_split and self.has_act_zero_point:
+            rule = "be False for an activation of s16 codes, which are symmetric"
+            self.refuse("has_act_zero_point", self.has_act_zero_point, rule)
+        if self.output_element in SUMS:
             self._check_sums()
         return self
 
     def _check_sums(self) -> None:
+        sums = self.sums_element
+        if self.output_element is not sums:
+            rule = f"be {sums} for the exact sums of {self.activation_element} codes"
+            self.refuse("output_element", self.output_element, rule)
         for name, only in _OF_SUMS.items():
             if getattr(self, name) != only:
-                rule = f"be {only}: an s32 output takes no scales, zero points or epilogue"
+                rule = f"be {only}: an {sums} output takes no scales, zero points or epilogue"
                 self.refuse(name, getattr(self, name), rule)
         if {self.activation_element, self.weight_code} <= set(CODES8):
             longest = longest_k(self.activation_element, self.weight_code)
@@ -134,7 +150,7 @@ _OF_SUMS = {
     "has_act_zero_point": False,
     "has_weight_zero_point": False,
 }
-"""The only values of these fields for an s32 output."""
+"""The only values of these fields for an output of sums."""
 
 
 @np.errstate(all="ignore")  # infinities and NaN are valid results here
@@ -161,8 +177,11 @@ def reference(
         scales = np.broadcast_to(1 if act_scale is None else act_scale, (problem.m,))
     zero_points = 0 if act_zero_point is None else np.broadcast_to(act_zero_point, (problem.m,))
 
+    of_activation = planes(act_q, problem.activation_element)
+
     def quantized(rows: slice) -> tuple[Codes, Any]:
-        return lambda part: act_q[rows, part], scales[rows].astype(compute, copy=False)
+        found = scales[rows].astype(compute, copy=False)
+        return lambda part: tuple(plane[rows, part] for plane in of_activation), found
 
     epilogue = Epilogue(problem, weight_scale, bias, output_scale, output_zero_point)
     write_layer(epilogue, quantized, zero_points, (weight_q, weight_zero_point), output)
@@ -202,6 +221,10 @@ def _cases() -> tuple[Case, ...]:
         for activation, weight in product(CODES8, CODES8):
             fields = {"activation_element": activation, "weight_element": weight, "output_element": ElementKind.S32}
             made.append(Case(ScaledLinearDescriptor(m=m, n=n, k=k, **fields)))
+    return (*made, *_packed_cases(), *_wide_cases())
+
+
+def _packed_cases() -> Iterator[Case]:
     for number, (m, n, k), shifts, fields in packed_cases((*OUTPUTS, ElementKind.S32)):
         fields |= {"output_element": fields.pop("element"), "activation_element": CODES8[number // 2 % 2]}
         if fields["output_element"] is ElementKind.S32:
@@ -209,14 +232,30 @@ def _cases() -> tuple[Case, ...]:
         else:
             fields |= {"act_scale_scope": SCALE_SCOPES[number // 4 % 2], "has_act_zero_point": shifts}
         problem = ScaledLinearDescriptor(m=m, n=n, k=k, **fields)
-        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
-    return tuple(made)
+        yield Case(problem, "special" if number % 5 == 0 else "normal")
+
+
+def _wide_cases() -> Iterator[Case]:
+    for number, (m, n, k), fields in wide_cases((*OUTPUTS, ElementKind.S64)):
+        fields |= {"output_element": fields.pop("element"), "activation_element": ElementKind.S16}
+        if fields["output_element"] is ElementKind.S64:
+            fields["epilogue"] = EpilogueKind.IDENTITY
+        else:
+            fields["act_scale_scope"] = SCALE_SCOPES[number // 4 % 2]
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, **fields)
+        yield Case(problem, "special" if number % 5 == 0 else "normal")
 
 
 CASES = _cases()
-_CODES = OneOf(field="activation_element", allowed=CODES8)
+_CODES, _NARROW, _WIDE = (
+    OneOf(field="activation_element", allowed=codes) for codes in (WHOLE_CODES, CODES8, (ElementKind.S16,))
+)
+_SUMS: dict[str, Any] = {"epilogues": (EpilogueKind.IDENTITY,)}
 SKUS = (
     *strategies.skus(ScaledLinearDescriptor, __name__, OUTPUTS, _CODES),
-    *strategies.skus(ScaledLinearDescriptor, __name__, (ElementKind.S32,), _CODES, epilogues=(EpilogueKind.IDENTITY,)),
+    *strategies.skus(ScaledLinearDescriptor, __name__, (ElementKind.S32,), _NARROW, activations=CODES8, **_SUMS),
+    *strategies.skus(
+        ScaledLinearDescriptor, __name__, (ElementKind.S64,), _WIDE, activations=(ElementKind.S16,), **_SUMS
+    ),
 )
 OP = Op(ScaledLinearDescriptor, reference, CASES, SKUS, source="torchao scaled_int8_mm, torch._int_mm", draw=draw)

@@ -15,6 +15,6 @@
 
 KERNEL(SKUDA_TILE::THREADS, SKUDA_TILE::RESIDENT) scaled_linear_mma(
     const u8* act_q, s64 act_leading, GIVEN_ROWS_PARAMETERS, LAYER_PARAMETERS) {
-  linear_by_mma<SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_ZERO_POINTS, SKUDA_TILE>(LAYER(act_q, act_leading),
+  linear_by_mma<ACode, WCode, SKUDA_OUT, SKUDA_ZERO_POINTS, SKUDA_TILE>(LAYER(act_q, act_leading),
                                                                                     GIVEN_ROWS(f32));
 }

@@ -17,7 +17,7 @@ DEVICE void layer(const u8* act_q, s64 act_leading, STATIC_ROWS_PARAMETERS(Real)
     const s64 row = (s64)blockIdx.x * 64 + threadIdx.x;
     if (row < m) scratch[row] = act_scale;
   }
-  linear<A, SKUDA_WEIGHT, Real>(LAYER(act_q, act_leading), STATIC_ROWS(Real));
+  linear<A, WCode, Real>(LAYER(act_q, act_leading), STATIC_ROWS(Real));
 }
 
 #define GIVEN                                                                                                      \

@@ -16,8 +16,9 @@ of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded o
 
 Elements
 --------
-activation s8, u8; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8; `weight_scale` and `bias` C or any
-narrower float; `weight_zero_point` s32. `act_scale_scratch` is optional: given, it is filled with `act_scale`.
+activation s8, u8, s16; weight s8, u8, packed s4, beside an s16 activation s8, packed s4, s16; output f16, bf16, f32,
+f64, s8, u8; `weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. `act_scale_scratch` is
+optional: given, it is filled with `act_scale`. s16 codes are stored as in `scaled_linear`.
 
 Units
 -----
@@ -27,8 +28,9 @@ code.
 Errors
 ------
 `InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight, and
-other than 0 for another; weight zero points of an s4 weight; an `act_scale` that is not finite (0 and negative are
-allowed); an `act_zero_point` outside the range of `activation_element`; an argument that is missing, unknown, of
+other than 0 for another; weight zero points of an s4 weight; zero points of s16 codes; an s16 weight beside another
+activation, and a u8 weight beside an s16 one; an `act_scale` that is not finite (0 and negative are allowed); an
+`act_zero_point` outside the range of `activation_element`; an argument that is missing, unknown, of
 another element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
 
@@ -44,6 +46,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import model_validator
 
+from skuda.kernels.blocks import planes
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import strategies
 from skuda.kernels.linear.drawn import draw
@@ -56,11 +59,12 @@ from skuda.kernels.linear.problem import (
     CodedProblem,
     packed_cases,
     weight_and_output,
+    wide_cases,
 )
 from skuda.kernels.linear.reference import Codes, write_layer
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
-from skuda.registry.elements import CODES8
+from skuda.registry.elements import CODES8, WHOLE_CODES, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.value import Int32, Real
 from skuda.registry.vocabulary import EpilogueKind
@@ -94,9 +98,9 @@ class SmoothQuantLinearDescriptor(CodedProblem):
             rounded = compute_dtype(self.output_element).type(self.act_scale)
         if not np.isfinite(rounded):
             self.refuse("act_scale", self.act_scale, f"be finite in {self.compute}")
-        low, high = self.activation_element.integer_range or (0, 0)
+        low, high = (0, 0) if self.activation_element.is_split else self.activation_element.integer_range or (0, 0)
         if not low <= self.act_zero_point <= high:
-            rule = f"lie in [{low}, {high}], the range of {self.activation_element}"
+            rule = f"lie in [{low}, {high}], as codes of {self.activation_element} need"
             self.refuse("act_zero_point", self.act_zero_point, rule)
         return self
 
@@ -136,8 +140,11 @@ def reference(
     if act_scale_scratch is not None:
         act_scale_scratch[...] = scale
 
+    of_activation = planes(act_q, problem.activation_element)
+
     def quantized(rows: slice) -> tuple[Codes, Any]:
-        return lambda part: act_q[rows, part], np.full(rows.stop - rows.start, scale)
+        found = np.full(rows.stop - rows.start, scale)
+        return lambda part: tuple(plane[rows, part] for plane in of_activation), found
 
     if output.size == 0:
         return
@@ -176,11 +183,15 @@ def _cases() -> tuple[Case, ...]:
         fields |= {"output_element": fields.pop("element"), "activation_element": element}
         problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.0131, act_zero_point=zero_point, **fields)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
+    for number, (m, n, k), fields in wide_cases(OUTPUTS):
+        fields |= {"output_element": fields.pop("element"), "activation_element": ElementKind.S16}
+        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.000131, **fields)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 
 CASES = _cases()
 SKUS = strategies.skus(
-    SmoothQuantLinearDescriptor, __name__, OUTPUTS, OneOf(field="activation_element", allowed=CODES8)
+    SmoothQuantLinearDescriptor, __name__, OUTPUTS, OneOf(field="activation_element", allowed=WHOLE_CODES)
 )
 OP = Op(SmoothQuantLinearDescriptor, reference, CASES, SKUS, "baracuda_kernels/quantize/smoothquant.rs", draw=draw)

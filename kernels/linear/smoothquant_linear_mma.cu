@@ -19,6 +19,6 @@ KERNEL(SKUDA_TILE::THREADS, SKUDA_TILE::RESIDENT) smoothquant_linear_mma(
       scratch[row] = act_scale;
     }
   }
-  linear_by_mma<SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_ZERO_POINTS, SKUDA_TILE>(
+  linear_by_mma<ACode, WCode, SKUDA_OUT, SKUDA_ZERO_POINTS, SKUDA_TILE>(
       LAYER(act_q, act_leading), STATIC_ROWS(f32));
 }

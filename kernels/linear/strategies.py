@@ -15,7 +15,7 @@ from skuda.kernels.linear.problem import LinearProblem, code_of
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Constraint, OneOf
-from skuda.registry.elements import CODES8, ElementKind
+from skuda.registry.elements import CODES8, WHOLE_CODES, ElementKind
 from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.sku import KernelSku, WorkspaceTerm
 from skuda.registry.vocabulary import EpilogueKind, MathPrecision
@@ -52,6 +52,8 @@ class Strategy(NamedTuple):
         What it needs beside the op's workspace and that of a configuration.
     weights : tuple of ElementKind
         Elements of the weights that it is for: s4 alone if it reads packed weights. Beside others, s4 is unpacked.
+    wide : bool
+        Whether it also multiplies codes of 16 bits.
     """
 
     name: str
@@ -61,10 +63,20 @@ class Strategy(NamedTuple):
     summary: str
     workspace: tuple[WorkspaceTerm, ...] = ()
     weights: tuple[ElementKind, ...] = (*CODES8, ElementKind.S4)
+    wide: bool = False
+
+    @property
+    def multiplies_wide(self) -> bool:
+        """Whether weights may have codes of 16 bits."""
+        return self.wide and self.weights != (ElementKind.S4,)
 
     def unpacks(self, weight: ElementKind) -> bool:
         """Return whether a weight is unpacked in front of the kernel."""
         return weight is ElementKind.S4 and self.weights != (ElementKind.S4,)
+
+
+_NARROW = OneOf(field="code_element", allowed=CODES8)
+"""What a kernel requires that multiplies codes of 8 bits alone."""
 
 
 def _strategy(module: str) -> Strategy:
@@ -79,6 +91,7 @@ def skus(
     elements: Iterable[ElementKind],
     *constraints: Constraint,
     epilogues: Iterable[EpilogueKind] = EpilogueKind,
+    activations: tuple[ElementKind, ...] = WHOLE_CODES,
     workspace: tuple[WorkspaceTerm, ...] = (),
     **fields: Any,
 ) -> tuple[KernelSku, ...]:
@@ -96,6 +109,8 @@ def skus(
         Constraints of the op, in addition to the kernels' own.
     epilogues : iterable of EpilogueKind
         Epilogues of the SKUs.
+    activations : tuple of ElementKind
+        Elements of the activation's codes. Beside s16 weights are s8, s4 or s16.
     workspace : tuple of WorkspaceTerm
         Workspace of all CUDA SKUs.
     **fields
@@ -103,11 +118,14 @@ def skus(
     """
     elements, epilogues = tuple(elements), tuple(epilogues)
     narrow = tuple(element for element in elements if element is not ElementKind.F64)
+    known = tuple(each for each in (*WHOLE_CODES, ElementKind.S4) if _meets(each, activations))
     in_f32, plain = OneOf(field="compute", allowed=(ElementKind.F32,)), _strategy("plain")
     cores = tuple(
         sku
         for strategy in map(_strategy, STRATEGIES)
-        for weight in strategy.weights
+        if strategy.wide or activations != (ElementKind.S16,)
+        for weight in (*strategy.weights, *((ElementKind.S16,) if strategy.multiplies_wide else ()))
+        if weight in known
         for sku in cuda_skus(
             descriptor,
             module,
@@ -118,25 +136,30 @@ def skus(
             arch=strategy.arch,
             flags=partial(_flags, descriptor, unpacks=strategy.unpacks(weight)),
             guarantee=partial(_guarantee, ElementKind.S32),
-            constraints=(*constraints, in_f32, *strategy.constraints(code_of(weight))),
+            constraints=(
+                *constraints,
+                in_f32,
+                *(() if strategy.wide or ElementKind.S16 not in activations else (_NARROW,)),
+                *strategy.constraints(code_of(weight)),
+            ),
             **_reading(strategy, workspace, unpacks=strategy.unpacks(weight)),
             **fields,
         )
     )
     any_shape = tuple(
         sku
-        for weights in (CODES8, (ElementKind.S4,))
+        for weights in (known[:-1], (ElementKind.S4,))
         for sku in cuda_skus(
             descriptor,
             module,
             elements,
             weights,
             epilogues,
-            flags=partial(_plain_flags, descriptor, unpacks=weights != CODES8),
+            flags=partial(_plain_flags, descriptor, unpacks=ElementKind.S4 in weights),
             guarantee=partial(_guarantee, ElementKind.S64),
             constraints=(*constraints, *plain.constraints(ElementKind.S8)),
             entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
-            **_reading(plain, workspace, unpacks=weights != CODES8),
+            **_reading(plain, workspace, unpacks=ElementKind.S4 in weights),
             **fields,
         )
     )
@@ -144,7 +167,7 @@ def skus(
         descriptor,
         module,
         elements,
-        (*CODES8, ElementKind.S4),
+        known,
         epilogues,
         # NumPy adds exactly at any K, which is what an s64 accumulator does.
         precision_guarantee=PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=ElementKind.S64),
@@ -152,6 +175,13 @@ def skus(
         summary="exact integer product through BLAS",
     )
     return (*cores, *any_shape, *reference)
+
+
+def _meets(weight: ElementKind, activations: tuple[ElementKind, ...]) -> bool:
+    """Return whether a weight is multiplied by one of some codes."""
+    if weight is ElementKind.S16:
+        return ElementKind.S16 in activations
+    return weight is not ElementKind.U8 or activations != (ElementKind.S16,)
 
 
 def _reading(strategy: Strategy, workspace: tuple[WorkspaceTerm, ...], *, unpacks: bool) -> dict[str, Any]:
@@ -190,5 +220,5 @@ def _flags(
 def _plain_flags(
     descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None, *, unpacks: bool
 ) -> tuple[str, ...]:
-    own = (f"-DSKUDA_DATA={element}", "-DSKUDA_CODE=s8") if descriptor.dynamic else (f"-DSKUDA_REAL={element.compute}",)
-    return ("-fmad=false", *own, *_weight_flags(weight, unpacks=unpacks))
+    own = f"-DSKUDA_DATA={element}" if descriptor.dynamic else f"-DSKUDA_REAL={element.compute}"
+    return ("-fmad=false", own, *_weight_flags(weight, unpacks=unpacks))

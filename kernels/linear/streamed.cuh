@@ -31,6 +31,8 @@
 //   for one or two short tokens, where quantization ends before the first weights arrive. Zero points: wgmma with rows
 //   of ones computes the sums of the codes of w, if a has zero points, and of a, if w has. It uses time in which the
 //   mainloop waits for w, and each thread finds the sums that it needs in its own registers.
+//   Codes of 16 bits: the halves of a tile's tokens are as many columns of wgmma again, so w is read once for both. If w
+//   has them, too, its low halves are multiplied by the high halves of the codes.
 //
 // Flags: TOKENS (8, 16, 32, 64, 128), WARPGROUPS (of consumers, 64 rows of w each), K_BLOCKS (of 128 bytes of K in a
 // stage), SPLIT_K, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1: of a, 2: of w,
@@ -43,7 +45,8 @@
 
 enum {
   ATOM = 1024,                // the swizzle's: 8 rows of 128 bytes
-  CODES_K_BLOCK = TOKENS * 128,
+  COLUMNS = TOKENS * A_HALVES,  // of wgmma
+  CODES_K_BLOCK = COLUMNS * 128,
   CONSUMERS = 128 * WARPGROUPS,
 #ifdef QUANTIZED_TOKENS
   QUANTIZERS = 512,           // threads that quantize: all but the warp that loads w
@@ -56,12 +59,12 @@ enum {
   UNIT = SIZE == 1 ? 8 : 16,  // bytes of a store: 8 rows of w, or 4
   WIDTH = UNIT / SIZE,
   STAGING_PITCH = 16 * SIZE + 16,            // bytes between staged tokens, for each of which a warp has 16 rows: other banks
-  SLAB = TOKENS == 8 || SIZE == 4 ? 8 : 16,  // tokens that a warp stages at once: one unit for each lane
+  SLAB = TOKENS == 8 || SIZE >= 4 ? 8 : 16,  // tokens that a warp stages at once: mostly one unit for each lane
   SLABS = TOKENS / SLAB,
   STAGING = CONSUMERS / 32 * SLAB * STAGING_PITCH,
   OWN_SLABS = (SLABS + SPLIT_K - 1) / SPLIT_K,  // slabs that a block of a cluster finishes
   QUADS = SLAB / 8,                             // 16 bytes of a thread's sums in a slab
-  SUMS = SPLIT_K > 1 ? OWN_SLABS * SPLIT_K * QUADS * CONSUMERS * 16 : 0,
+  SUMS = SPLIT_K > 1 ? OWN_SLABS * SPLIT_K * QUADS * A_HALVES * CONSUMERS * 16 : 0,
   ONES = W_ZERO_POINTS ? 8 * ATOM : A_ZERO_POINTS ? ATOM : 0  // as many rows of ones as an operand of wgmma has
 };
 static_assert(SPLIT_K == 1 || SKUDA_ZERO_POINTS == 0, "the sums of codes are those of all K");
@@ -77,7 +80,7 @@ struct PipelineState {  // a position in the ring of stages, and the parity of i
 // contiguous. Scales, biases and zero points are those of the thread's two rows of w; sums of codes lie as wgmma with
 // ones leaves them.
 template <class Rows>
-DEVICE void store_slab(const s32 (&d)[4 * QUADS], const s32 (&a_sums)[4 * QUADS], const s32 (&w_sums)[4],
+DEVICE void store_slab(const s32 (&d)[A_HALVES][4 * QUADS], const s32 (&a_sums)[4 * QUADS], const s32 (&w_sums)[4],
                        const Epilogue& p, s64 k, u8* staging, const f32* act_scales, const f32 (&sw)[2],
                        const f32 (&bias)[2], const s32 (&zw)[2], s64 row, s64 end, s64 token, bool units,
                        const Segment<f32>& codes) {
@@ -97,8 +100,12 @@ DEVICE void store_slab(const s32 (&d)[4 * QUADS], const s32 (&a_sums)[4 * QUADS]
     SKUDA_OUT y[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const auto sum = subtract_zero_points(d[4 * i + j], rows[j % 2], w_sums[j / 2 * 2], zw[j / 2]);
-      v[j] = apply_epilogue(sum, j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2], Result());
+      if constexpr (A_HALVES > 1) {
+        v[j] = apply_epilogue(joined(d[0][4 * i + j], d[1][4 * i + j]), j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2], Result());
+      } else {
+        const auto sum = subtract_zero_points(d[0][4 * i + j], rows[j % 2], w_sums[j / 2 * 2], zw[j / 2]);
+        v[j] = apply_epilogue(sum, j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2], Result());
+      }
       if (CURVED) v[j] = curved<SKUDA_OUT>(v[j], per_unit(codes));
     }
     rounded(v, codes, y);
@@ -107,8 +114,11 @@ DEVICE void store_slab(const s32 (&d)[4 * QUADS], const s32 (&a_sums)[4 * QUADS]
   }
   __syncwarp();
   if (units) {
-    const int per_token = 16 / WIDTH, t = lane / per_token, c = lane % per_token * WIDTH;
-    if (t < SLAB && token + t < p.m && row + c < end) {
+    const int per_token = 16 / WIDTH, c = lane % per_token * WIDTH;
+#pragma unroll
+    for (int first = 0; first < (SIZE == 8 ? SLAB : 1); first += 32 / per_token) {
+      const int t = first + lane / per_token;
+      if (t >= SLAB || token + t >= p.m || row + c >= end) continue;
       const u8* const from = staging + t * STAGING_PITCH + c * SIZE;
       SKUDA_OUT* const to = p.output + (token + t) * p.output_leading + row + c;
       if (UNIT == 16) *(uint4*)to = *(const uint4*)from;
@@ -125,16 +135,16 @@ DEVICE void store_slab(const s32 (&d)[4 * QUADS], const s32 (&a_sums)[4 * QUADS]
 }
 
 // Block u % SPLIT_K of the cluster finishes slab u of a tile: every other block stores its sums there.
-DEVICE void exchange_sums(const s32 (&d)[TOKENS / 2], u8* sums, u32 rank) {
+DEVICE void exchange_sums(const s32 (&d)[COLUMNS / 2], u8* sums, u32 rank) {
   const u32 mine = shared_address(sums) + threadIdx.x * 16;
   cluster_wait();  // every block of the cluster runs
 #pragma unroll
   for (int u = 0; u < SLABS; ++u) {
 #pragma unroll
-    for (int i = 0; i < QUADS; ++i) {
-      const int at = u * SLAB / 2 + 4 * i;
+    for (int i = 0; i < QUADS * A_HALVES; ++i) {
+      const int at = i / QUADS * (TOKENS / 2) + u * SLAB / 2 + 4 * (i % QUADS);
       const s32 four[4] = {d[at], d[at + 1], d[at + 2], d[at + 3]};
-      st_shared_cluster_v4(mine + ((u / SPLIT_K * SPLIT_K + rank) * QUADS + i) * (CONSUMERS * 16), u % SPLIT_K, four);
+      st_shared_cluster_v4(mine + ((u / SPLIT_K * SPLIT_K + rank) * (QUADS * A_HALVES) + i) * (CONSUMERS * 16), u % SPLIT_K, four);
     }
   }
   cluster_arrive();
@@ -162,8 +172,13 @@ template <class Rows_> struct Loaded {
   const TensorMap* map;  // of [m, k] codes, in boxes of TOKENS rows by 128 bytes
   Rows rows;
 
-  DEVICE void load(u32 to, u32 k_block, s64 token0, u32 barrier) const {
-    cp_async_bulk_tensor_2d(to, map, (s32)(k_block * 128), (s32)token0, barrier);
+  DEVICE void load(u32 to, u32 k_block, s64 token0, s64 k, u32 barrier) const {
+    const bool ends = A_HALVES > 1 && k_block * 128 >= k;  // what follows in the rows are the low halves
+#pragma unroll
+    for (int half = 0; half < A_HALVES; ++half) {
+      const s32 x = ends ? 2 * (s32)k : (s32)(k_block * 128) + half * (s32)k;
+      cp_async_bulk_tensor_2d(to + half * (TOKENS * 128), map, x, (s32)token0, barrier);
+    }
   }
   DEVICE void prepare(u8*, f32* scales, s64 token0, s64 m, s64, u32, u32, bool) const {
     for (u32 t = threadIdx.x; t < TOKENS; t += CONSUMERS) {
@@ -198,7 +213,7 @@ struct Quantized {
   f32* scale_out;  // [m] or null
   s32 q_min, q_max;
 
-  DEVICE void load(u32, u32, s64, u32) const {}
+  DEVICE void load(u32, u32, s64, s64, u32) const {}
   // Writes k-blocks `begin` to `end` of the codes, with the 128-byte swizzle that TMA applies.
   DEVICE void prepare(u8* codes, f32* scales, s64, s64 m, s64 k, u32 begin, u32 end, bool keep) const {
     const u32 units = (u32)(k / V), thread = threadIdx.x < CONSUMERS ? threadIdx.x : threadIdx.x - 32;
@@ -299,7 +314,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
   extern __shared__ u8 unaligned[];
   u8* const aligned = unaligned + (-shared_address(unaligned) & 1023);
   u8* const shared = aligned + ONES;
-  const u32 w_k_block = atoms * ATOM, w_stage = K_BLOCKS * w_k_block, a_stage = K_BLOCKS * CODES_K_BLOCK;
+  const u32 w_half = atoms * ATOM, w_k_block = W_HALVES * w_half, w_stage = K_BLOCKS * w_k_block, a_stage = K_BLOCKS * CODES_K_BLOCK;
   const u32 steps = (u32)((k + 128 * K_BLOCKS - 1) / (128 * K_BLOCKS));
   const u32 a_count = Source::FUSED ? (steps + SPLIT_K - 1) / SPLIT_K : stages;  // all codes of the block's K, or a ring
   u8* const staging = shared + stages * w_stage + a_count * a_stage;
@@ -336,7 +351,9 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
 #pragma unroll
         for (u32 c = 0; c < K_BLOCKS; ++c) {
           const s32 x = (s32)((order.at(step) * K_BLOCKS + c) * 128), y = (s32)(tile * 8 * atoms);
-          cp_async_bulk_tensor_2d(w_stages + at.stage * w_stage + c * w_k_block, &w_map, x, y, full + 8 * at.stage);
+          const u32 to = w_stages + at.stage * w_stage + c * w_k_block;
+          cp_async_bulk_tensor_2d(to, &w_map, x, y, full + 8 * at.stage);
+          if (W_HALVES > 1) cp_async_bulk_tensor_2d(to + w_half, &w_map, x + (s32)k, y, full + 8 * at.stage);
         }
       }
     }
@@ -353,7 +370,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
         mbarrier_arrive_expect_tx(full + 8 * at.stage, a_stage);
 #pragma unroll
         for (u32 c = 0; c < K_BLOCKS; ++c) {
-          source.load(a_stages + at.stage * a_stage + c * CODES_K_BLOCK, order.at(step) * K_BLOCKS + c, token0, full + 8 * at.stage);
+          source.load(a_stages + at.stage * a_stage + c * CODES_K_BLOCK, order.at(step) * K_BLOCKS + c, token0, k, full + 8 * at.stage);
         }
       }
     }
@@ -385,9 +402,9 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
       bias[i] = row < row_end && p.bias != nullptr ? real_at(p.bias, p.bias_is, row, 0.0f) : 0.0f;
       zw[i] = W_ZERO_POINTS && row < row_end ? zero_points[row] : 0;
     }
-    s32 d[TOKENS / 2], w_sums[4], a_sums[TOKENS / 2];  // wgmma with ones gives the same sum in every column, or row
+    s32 d[COLUMNS / 2], w_sums[4], a_sums[TOKENS / 2];  // wgmma with ones gives the same sum in every column, or row
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) d[i] = a_sums[i] = 0;
+    for (int i = 0; i < COLUMNS / 2; ++i) d[i] = a_sums[i % (TOKENS / 2)] = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) w_sums[i] = 0;
     u32 before = 0;
@@ -400,9 +417,13 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
 #pragma unroll
       for (int i = 0; i < K_BLOCKS * 4; ++i) {
         const u64 w_part = w + i / 4 * (w_k_block / 16) + i % 4 * 2, a_part = a + i / 4 * (CODES_K_BLOCK / 16) + i % 4 * 2;
-        Wgmma<TOKENS, SKUDA_WEIGHT, SKUDA_CODE>::mma_async(d, w_part, a_part, 1);
-        if (A_ZERO_POINTS) Wgmma<8, SKUDA_WEIGHT, SKUDA_CODE>::mma_async(w_sums, w_part, ones, 1);
-        if (W_ZERO_POINTS) Wgmma<TOKENS, SKUDA_WEIGHT, SKUDA_CODE>::mma_async(a_sums, ones, a_part, 1);
+        Wgmma<COLUMNS, WCode, ACode>::mma_async(d, w_part, a_part, 1);
+        if (W_HALVES > 1) {
+          s32(&low)[TOKENS / 2] = *(s32(*)[TOKENS / 2])(d + (COLUMNS - TOKENS) / 2);
+          Wgmma<TOKENS, WCode, ACode>::mma_async(low, w_part + w_half / 16, a_part, 1);
+        }
+        if (A_ZERO_POINTS) Wgmma<8, WCode, ACode>::mma_async(w_sums, w_part, ones, 1);
+        if (W_ZERO_POINTS) Wgmma<TOKENS, WCode, ACode>::mma_async(a_sums, ones, a_part, 1);
       }
       wgmma_commit_group();
       wgmma_wait_group<1>();
@@ -417,14 +438,17 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
       const u32 u = slot * SPLIT_K + rank, column = u * SLAB;
       const s64 token = token0 + column;
       if (u >= SLABS || own >= row_end || token >= p.m) continue;
-      s32 slab[4 * QUADS], of_tokens[4 * QUADS];
+      s32 slab[A_HALVES][4 * QUADS], of_tokens[4 * QUADS];
 #pragma unroll
-      for (int i = 0; i < 4 * QUADS; ++i) slab[i] = SPLIT_K > 1 ? 0 : d[slot * SLAB / 2 + i];
+      for (int i = 0; i < A_HALVES * 4 * QUADS; ++i) {
+        const int half = i / (4 * QUADS), in_half = i % (4 * QUADS);
+        slab[half][in_half] = SPLIT_K > 1 ? 0 : d[half * (TOKENS / 2) + slot % SLABS * SLAB / 2 + in_half];
+      }
 #pragma unroll
-      for (int i = 0; SPLIT_K > 1 && i < SPLIT_K * QUADS; ++i) {
-        const int4 four = *(const int4*)(sums + ((slot * SPLIT_K * QUADS + i) * CONSUMERS + threadIdx.x) * 16);
-        slab[i % QUADS * 4] += four.x, slab[i % QUADS * 4 + 1] += four.y;
-        slab[i % QUADS * 4 + 2] += four.z, slab[i % QUADS * 4 + 3] += four.w;
+      for (int i = 0; SPLIT_K > 1 && i < SPLIT_K * QUADS * A_HALVES; ++i) {
+        const int4 four = *(const int4*)(sums + ((slot * SPLIT_K * QUADS * A_HALVES + i) * CONSUMERS + threadIdx.x) * 16);
+        s32* const own = slab[i / QUADS % A_HALVES] + i % QUADS * 4;
+        own[0] += four.x, own[1] += four.y, own[2] += four.z, own[3] += four.w;
       }
 #pragma unroll
       for (int i = 0; i < 4 * QUADS; ++i) of_tokens[i] = a_sums[slot % SLABS * SLAB / 2 + i];

@@ -19,12 +19,12 @@ from __future__ import annotations
 import importlib.resources
 import json
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import hypot, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skuda.kernels import nonfinite
-from skuda.kernels.launch import Choice, Launch, Parameter, Step, TensorMap, pointers, s32, strided
+from skuda.kernels.launch import Choice, Launch, Parameter, Step, pointers, s32, strided
 from skuda.kernels.linear import hopper, parameters
 from skuda.kernels.linear.problem import FEW_ROWS, LinearProblem
 from skuda.kernels.linear.strategies import Strategy
@@ -118,6 +118,7 @@ class _Strip(NamedTuple):
     quantizes: bool
     zero_points: tuple[bool, bool]
     strips: int
+    halves: tuple[int, int]
 
 
 def tilings(
@@ -127,6 +128,7 @@ def tilings(
     *,
     quantizes: bool = False,
     zero_points: tuple[bool, bool] = (False, False),
+    halves: tuple[int, int] = (1, 1),
 ) -> tuple[Streamed, ...]:
     """Return the tilings of a product of `sizes` (m, n, k), the first one without clusters.
 
@@ -142,6 +144,8 @@ def tilings(
         Whether the kernel quantizes the activation itself.
     zero_points : (bool, bool)
         Whether activation and weight have zero points.
+    halves : (int, int)
+        Bytes of a code of activation and weight.
 
     Raises
     ------
@@ -153,7 +157,7 @@ def tilings(
         raise ValueError(f"m must be at most {MAX_ROWS} and k a multiple of 16; had m, n, k = {sizes}")
     found: list[Streamed | None] = []
     for tokens in (next(t for t in _TOKENS if t >= m),) if m <= FEW_ROWS else _MANY_TOKENS:
-        strip = _Strip(tokens, n, k, output_bytes, quantizes, zero_points, -(-m // tokens))
+        strip = _Strip(tokens, n, k, output_bytes, quantizes, zero_points, -(-m // tokens), halves)
         for split_k in _SPLITS:
             clusters = max(1, sm_count // strip.strips) // split_k
             # Zero points need the sums of the codes of all of K. A cluster takes one tile.
@@ -170,7 +174,7 @@ def tilings(
 
 def _tiling(strip: _Strip, clusters: int, split_k: int) -> Streamed | None:
     """Return the tiling for so many clusters; None if it does not fit into shared memory."""
-    tokens, quantizes = strip.tokens, strip.quantizes
+    tokens, quantizes, (of_codes, of_weight) = strip.tokens, strip.quantizes, strip.halves
     eights = -(-strip.n // 8)
     # At most 128 rows: more would leave fewer stages, and with fewer rows the codes are most of the traffic.
     atoms = -(-eights // (clusters * -(-eights // (16 * clusters))))
@@ -187,18 +191,18 @@ def _tiling(strip: _Strip, clusters: int, split_k: int) -> Streamed | None:
             continue
         steps = -(-strip.k // (BLOCK_K * k_blocks * split_k))
         fixed = 1024 + ones + _epilogue_bytes(strip, warpgroups, split_k) + 4 * tokens * (1 + strip.zero_points[0])
-        codes = k_blocks * tokens * BLOCK_K
-        stage = k_blocks * atoms * _ATOM + (0 if quantizes else codes)
+        codes, weight = k_blocks * tokens * BLOCK_K * of_codes, k_blocks * atoms * _ATOM * of_weight
+        stage = weight + (0 if quantizes else codes)
         fixed += steps * codes if quantizes else 0
         fitting = min((room - fixed) // (stage + 16), _MAX_STAGES)  # a stage has two mbarriers
         if fitting >= _MIN_STAGES or k_blocks == 1:
             break
     used = steps * -(-tiles // width)
     in_flight = _MAX_IN_FLIGHT if split_k > 1 else min(max(_IN_FLIGHT // blocks, _MIN_IN_FLIGHT), _MAX_IN_FLIGHT)
-    wanted = max(in_flight, 8 * atoms * _ATOM) // (k_blocks * atoms * _ATOM)
+    wanted = max(in_flight, 8 * atoms * _ATOM) // weight
     stages = min(used, fitting, max(_MIN_STAGES, wanted))
     # The last wgmma may read beyond the tile's rows, so shared memory must extend that far.
-    reach = 1024 + ones + stages * k_blocks * atoms * _ATOM + (_WGMMA_M * warpgroups - 8 * atoms) * BLOCK_K
+    reach = 1024 + ones + stages * weight + (_WGMMA_M * warpgroups - 8 * atoms) * BLOCK_K
     shared = max(fixed + stages * (stage + 16), reach)
     if stages < min(2, used) or shared > hopper.MAX_SHARED:
         return None
@@ -218,10 +222,11 @@ def _tiling(strip: _Strip, clusters: int, split_k: int) -> Streamed | None:
 
 def _epilogue_bytes(strip: _Strip, warpgroups: int, split_k: int) -> int:
     """Return the bytes of staging, and of the sums that the blocks of a cluster exchange."""
-    slab = 8 if strip.tokens == 8 or strip.output_bytes == 4 else 16
+    slab = 8 if strip.tokens == 8 or strip.output_bytes >= 4 else 16
     staging = 4 * warpgroups * slab * (16 * strip.output_bytes + 16)
     own_slabs = -(-(strip.tokens // slab) // split_k)
-    return staging + (own_slabs * split_k * (slab // 8) * warpgroups * 2048 if split_k > 1 else 0)
+    exchanged = own_slabs * split_k * (slab // 8) * warpgroups * 2048 * strip.halves[0]
+    return staging + (exchanged if split_k > 1 else 0)
 
 
 _SHAPES = ((1, 8), (1, 16), (2, 8), (2, 16), (4, 8))
@@ -357,6 +362,7 @@ def predicted(
     card: tuple[int, float],
     *,
     quantizes: bool = False,
+    halves: tuple[int, int] = (1, 1),
 ) -> float:
     """Return the predicted time in us.
 
@@ -372,6 +378,8 @@ def predicted(
         Multiprocessors, and memory bandwidth in TB/s.
     quantizes : bool
         Whether the kernel makes the codes itself, so that it loads none.
+    halves : (int, int)
+        Bytes of a code of activation and weight.
     """
     (m, n, k), (sm_count, bandwidth) = sizes, card
     reached = cost.memory * bandwidth * 1e6
@@ -384,12 +392,13 @@ def predicted(
     tiles, width = -(-n // tile.rows), max(1, tile.grid[0] // tile.split_k)
     turns = -(-tiles // width)
     late = 0.0 if quantizes or k % BLOCK_K == 0 else cost.half_sectors if k % 32 else cost.half_lines
-    copy = turns * -(-k // BLOCK_K) / tile.split_k * (cost.box + tile.tokens * late)
+    of_codes, of_weight = halves
+    copy = turns * -(-k // BLOCK_K) / tile.split_k * (cost.box * of_weight + tile.tokens * of_codes * late)
     strips = 1 + _READ_AGAIN * (-(-m // tile.tokens) - 1)
-    memory = (m + strips * n) * k / reached
+    memory = (m * of_codes + strips * n * of_weight) * k / reached
     return (
         cost.launch
-        + cost.token * tile.tokens
+        + cost.token * tile.tokens * of_codes
         + (cost.split_k if tile.split_k > 1 else 0.0)
         + (cost.second_warpgroup if tile.warpgroups > 1 else 0.0)
         + (cost.odd_rows if tile.rows % _WGMMA_M else 0.0)
@@ -420,6 +429,7 @@ STRATEGY = Strategy(
     constraints,
     "few tokens: wgmma at the speed at which the weights arrive",
     weights=CODES8,
+    wide=True,
 )
 
 
@@ -435,10 +445,11 @@ def tiles(
     *,
     quantizes: bool = False,
     zero_points: tuple[bool, bool] = (False, False),
+    halves: tuple[int, int] = (1, 1),
 ) -> tuple[Streamed | Direct, ...]:
     """Return all configurations for a product; the arguments are those of `tilings`."""
-    through_shared = tilings(sizes, sm_count, output_bytes, quantizes=quantizes, zero_points=zero_points)
-    return (*through_shared, *(() if quantizes else configurations(sizes[0])))
+    through_shared = tilings(sizes, sm_count, output_bytes, quantizes=quantizes, zero_points=zero_points, halves=halves)
+    return (*through_shared, *(() if quantizes or halves != (1, 1) else configurations(sizes[0])))
 
 
 @lru_cache(maxsize=4096)
@@ -448,9 +459,11 @@ def _ranked(
     output_bytes: int,
     quantizes: bool,  # noqa: FBT001  private
     zero_points: tuple[bool, bool],
+    halves: tuple[int, int],
 ) -> tuple[tuple[Streamed | Direct, ...], tuple[Choice, ...]]:
-    found = tiles(sizes, card[0], output_bytes, quantizes=quantizes, zero_points=zero_points)
-    return parameters.ranked((predicted(tile, costs(), sizes, card, quantizes=quantizes), tile) for tile in found)
+    found = tiles(sizes, card[0], output_bytes, quantizes=quantizes, zero_points=zero_points, halves=halves)
+    cost = partial(predicted, cost=costs(), sizes=sizes, card=card, quantizes=quantizes, halves=halves)
+    return parameters.ranked((cost(tile), tile) for tile in found)
 
 
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
@@ -458,8 +471,9 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     m, n, k = problem.sizes
     zero_points = problem.shifts_activation, problem.has_weight_zero_point
     card, width = hopper.card_of(device), problem.output.bits // 8
-    quantized = quantized_tokens(m, k) if problem.dynamic and m and n else 0
-    tile, chosen = parameters.choose(*_ranked((m, n, k), card, width, quantized > 0, zero_points), choice)
+    halves = problem.code_element.halves, problem.weight_code.halves
+    quantized = quantized_tokens(m, k) if problem.dynamic and m and n and halves == (1, 1) else 0
+    tile, chosen = parameters.choose(*_ranked((m, n, k), card, width, quantized > 0, zero_points, halves), choice)
     flags = (*tile.flags, *parameters.epilogue_flags(problem))
     if isinstance(tile, Direct):
         product = _direct_product(problem, tile, zero_points)
@@ -467,7 +481,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         return parameters.launch_product(
             problem, product, aligned=aligned, flags=flags, notes=(hopper.ALIGNED,), **chosen
         )
-    weight = TensorMap("weight_q", n, k, tile.rows, promotion=tile.promotion)
+    weight = parameters.weight_map(problem, tile.rows, tile.promotion)
     if quantized:
         product = _product(problem, tile, (weight, *_activation(problem)))
         notes = ("every block quantizes the activation itself: one launch", *_notes(tile))

@@ -32,6 +32,8 @@
 //   Zero points: sum (a - za) (w - zw) = sum a w - za sum w - zw sum (a - za), so the mainloop does not change.
 //   `code_sums`, a launch in front, computes the sums of the codes of w, if a has zero points, and of a, if w has. It
 //   reads all of w once more, which costs little if a has hundreds of rows.
+//   Codes of 16 bits: a stage has both halves of a tile's rows, and a consumer has sums of two kinds: of the high halves,
+//   and of products with a low half.
 //
 // Flags: TILE_M, TILE_N, STAGES, CLUSTER_M, CLUSTER_N, COOPERATIVE, STREAM_K, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT,
 // SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1: of a, 2: of w, 3: of both).
@@ -45,9 +47,10 @@
 enum {
   BLOCK_K = 128,   // bytes of K in a stage, one k-block
   PREFETCHED = 2,  // stages that are requested before the block is ready
-  A_BYTES = TILE_M * BLOCK_K,
+  A_BYTES = TILE_M * BLOCK_K,  // of one half
   W_BYTES = TILE_N * BLOCK_K,
-  STAGE_BYTES = A_BYTES + W_BYTES,
+  W_AT = A_HALVES * A_BYTES,
+  STAGE_BYTES = W_AT + W_HALVES * W_BYTES,
   WARPGROUP_M = COOPERATIVE ? TILE_M / 2 : TILE_M,  // rows of a tile that a consumer warpgroup multiplies
   MMAS_M = WARPGROUP_M / 64,                        // wgmma tiles of 64 rows in them
   CLUSTER_SIZE = CLUSTER_M * CLUSTER_N,
@@ -99,6 +102,7 @@ struct Rasterization {
 
 // Stores two neighbouring results to staging, at `to`.
 DEVICE void stage_pair(u8* to, const s32 (&v)[2], const Segment<f32>&, s32) { *(int2*)to = make_int2(v[0], v[1]); }
+DEVICE void stage_pair(u8* to, const s64 (&v)[2], const Segment<f32>&, s64) { ((s64*)to)[0] = v[0], ((s64*)to)[1] = v[1]; }
 DEVICE void stage_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, f32) {
   *(uint2*)to = make_uint2(__float_as_uint(v[0]), __float_as_uint(v[1]));
 }
@@ -165,7 +169,7 @@ struct ZeroPoints {
 // Epilogue of 16 rows: from a warp's registers to global memory through its staging, 128 bytes of each row at a time.
 // Rows: RowScales or GivenRows.
 template <class Rows>
-DEVICE void store_rows(const s32 (&d)[TILE_N / 2], const Row<Rows> (&own)[2], const Epilogue& p, u8* staging,
+DEVICE void store_rows(const s32 (&d)[A_HALVES][TILE_N / 2], const Row<Rows> (&own)[2], const Epilogue& p, u8* staging,
                        const f32* columns, s64 row0, s64 column0, bool chunks, const Segment<f32>& codes) {
   typedef Staged<CURVED, SKUDA_OUT>::type Stage;
   enum { SIZE = sizeof(Stage), WIDE = 128 / SIZE, STRIP = WIDE < TILE_N ? WIDE : TILE_N, UNITS = STRIP * SIZE / 16 };
@@ -197,10 +201,16 @@ DEVICE void store_rows(const s32 (&d)[TILE_N / 2], const Row<Rows> (&own)[2], co
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int at = 4 * (strip * (STRIP / 8) + batch + i) + 2 * h;
-          const auto low = subtract_zero_points(d[at], own[h], w_sum[i].x, zw[i].x);
-          const auto high = subtract_zero_points(d[at + 1], own[h], w_sum[i].y, zw[i].y);
-          const Result v[2] = {apply_epilogue(low, own[h].scale, sw[i].x, bias[i].x, Result()),
-                               apply_epilogue(high, own[h].scale, sw[i].y, bias[i].y, Result())};
+          Result v[2];
+          if constexpr (A_HALVES > 1) {
+            v[0] = apply_epilogue(joined(d[0][at], d[1][at]), own[h].scale, sw[i].x, bias[i].x, Result());
+            v[1] = apply_epilogue(joined(d[0][at + 1], d[1][at + 1]), own[h].scale, sw[i].y, bias[i].y, Result());
+          } else {
+            const auto low = subtract_zero_points(d[0][at], own[h], w_sum[i].x, zw[i].x);
+            const auto high = subtract_zero_points(d[0][at + 1], own[h], w_sum[i].y, zw[i].y);
+            v[0] = apply_epilogue(low, own[h].scale, sw[i].x, bias[i].x, Result());
+            v[1] = apply_epilogue(high, own[h].scale, sw[i].y, bias[i].y, Result());
+          }
           stage_pair(staging + (lane / 4 + 8 * h) * STAGING_PITCH + (8 * (batch + i) + 2 * quad) * SIZE, v, codes, Stage());
         }
       }
@@ -287,22 +297,23 @@ struct Fixup {
   u32* flags;
 
   DEVICE uint4* partial_sums(u32 block, int consumer) const {
-    const u64 bytes = (u64)WARPGROUP_M * TILE_N * 4;
+    const u64 bytes = (u64)WARPGROUP_M * TILE_N * 4 * A_HALVES;
     return (uint4*)(sums + (block * (COOPERATIVE ? 2 : 1) + (COOPERATIVE ? consumer : 0)) * bytes) + threadIdx.x % 128;
   }
   DEVICE u32* flag(u32 block, int consumer) const { return flags + 2 * block + (COOPERATIVE ? consumer : 0); }
 
-  DEVICE void store(const s32 (&d)[MMAS_M][TILE_N / 2], u32 block, int consumer) const {
+  DEVICE void store(const s32 (&d)[MMAS_M][A_HALVES][TILE_N / 2], u32 block, int consumer) const {
     uint4* const to = partial_sums(block, consumer);
 #pragma unroll
-    for (int i = 0; i < MMAS_M * TILE_N / 8; ++i) {
-      const s32* const four = d[i / (TILE_N / 8)] + i % (TILE_N / 8) * 4;
+    for (int i = 0; i < MMAS_M * A_HALVES * TILE_N / 8; ++i) {
+      const int of = i / (TILE_N / 8);
+      const s32* const four = d[of / A_HALVES][of % A_HALVES] + i % (TILE_N / 8) * 4;
       st_global_v4_if(true, to + i * 128, make_uint4((u32)four[0], (u32)four[1], (u32)four[2], (u32)four[3]));
     }
     warpgroup_sync(consumer);
     if (threadIdx.x % 128 == 0) asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag(block, consumer)) : "memory");
   }
-  DEVICE void add(s32 (&d)[MMAS_M][TILE_N / 2], u32 block, int consumer) const {
+  DEVICE void add(s32 (&d)[MMAS_M][A_HALVES][TILE_N / 2], u32 block, int consumer) const {
     const uint4* const from = partial_sums(block, consumer);
     u32* const ready = flag(block, consumer);
     if (threadIdx.x % 128 == 0) {
@@ -311,9 +322,10 @@ struct Fixup {
     }
     warpgroup_sync(consumer);
 #pragma unroll
-    for (int i = 0; i < MMAS_M * TILE_N / 8; ++i) {
+    for (int i = 0; i < MMAS_M * A_HALVES * TILE_N / 8; ++i) {
       const uint4 four = __ldcg(from + i * 128);
-      s32* const sum = d[i / (TILE_N / 8)] + i % (TILE_N / 8) * 4;
+      const int of = i / (TILE_N / 8);
+      s32* const sum = d[of / A_HALVES][of % A_HALVES] + i % (TILE_N / 8) * 4;
       sum[0] += (s32)four.x, sum[1] += (s32)four.y, sum[2] += (s32)four.z, sum[3] += (s32)four.w;
     }
     warpgroup_sync(consumer);
@@ -331,7 +343,7 @@ template <int TILE> DEVICE s32 tile_start(u32 at, s64 size) { return (s32)min(at
 struct Producer {
   const TensorMap &a_map, &w_map;
   u32 stages, full, rank;
-  s64 m, n;
+  s64 m, n, k;
   u32 first_k_block;  // of the part of the tile
   s32 a_row, w_row;   // of its boxes
 
@@ -347,14 +359,20 @@ struct Producer {
   DEVICE void load(u32 stage, u32 k_block) const {
     mbarrier_arrive_expect_tx(full + 8 * stage, STAGE_BYTES);
     const u32 a = stages + stage * STAGE_BYTES + column() * (A_BYTES / CLUSTER_N);
-    load_operand<CLUSTER_N>(a_map, a, stage, k_block, a_row, ((1u << CLUSTER_N) - 1) << row() * CLUSTER_N);
-    const u32 w = stages + stage * STAGE_BYTES + A_BYTES + row() * (W_BYTES / CLUSTER_M);
-    load_operand<CLUSTER_M>(w_map, w, stage, k_block, w_row, (u32)FIRST_COLUMN << column());
+    const u32 w = stages + stage * STAGE_BYTES + W_AT + row() * (W_BYTES / CLUSTER_M);
+#pragma unroll
+    for (int half = 0; half < A_HALVES; ++half) {
+      load_operand<CLUSTER_N>(a_map, a + half * A_BYTES, half, stage, k_block, a_row, ((1u << CLUSTER_N) - 1) << row() * CLUSTER_N);
+    }
+#pragma unroll
+    for (int half = 0; half < W_HALVES; ++half) {
+      load_operand<CLUSTER_M>(w_map, w + half * W_BYTES, half, stage, k_block, w_row, (u32)FIRST_COLUMN << column());
+    }
   }
   // For SHARERS blocks of the cluster, which have a bit in `sharers`.
   template <int SHARERS>
-  DEVICE void load_operand(const TensorMap& map, u32 to, u32 stage, u32 k_block, s32 row, u32 sharers) const {
-    const s32 x = (s32)((first_k_block + k_block) * BLOCK_K);
+  DEVICE void load_operand(const TensorMap& map, u32 to, int half, u32 stage, u32 k_block, s32 row, u32 sharers) const {
+    const s32 x = (s32)((first_k_block + k_block) * BLOCK_K) + half * (s32)k;
     if (SHARERS == 1) cp_async_bulk_tensor_2d(to, &map, x, row, full + 8 * stage);
     else cp_async_bulk_tensor_2d_multicast(to, &map, x, row, full + 8 * stage, (u16)sharers);
   }
@@ -396,14 +414,14 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
     fence_mbarrier_init();
     // In a cluster, the other blocks must have initialized their mbarriers first. The loop below takes this part again:
     // a value that lived from here to there would move from the registers of a warp to those of every lane.
-    if (CLUSTER_SIZE == 1) Producer{a_map, w_map, stages, full, rank, p.m, p.n}.prefetch(raster, scheduler);
+    if (CLUSTER_SIZE == 1) Producer{a_map, w_map, stages, full, rank, p.m, p.n, k}.prefetch(raster, scheduler);
   }
   __syncthreads();
   if (CLUSTER_SIZE > 1) cluster_sync();
   if (group == 0) {
     setmaxnreg_dec<56>();
     if (threadIdx.x == 0) {
-      Producer producer = {a_map, w_map, stages, full, rank, p.m, p.n};
+      Producer producer = {a_map, w_map, stages, full, rank, p.m, p.n, k};
       PipelineState at{0, 0};
       if (CLUSTER_SIZE > 1) griddepcontrol_wait();
       for (u32 part = 0; scheduler.take(part, tile, begin, k_blocks); ++part) {
@@ -465,20 +483,23 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       };
       enum { LATE = STREAM_K || IsSum<SKUDA_OUT>::value };
       if (!LATE) load_scales();
-      s32 d[MMAS_M][TILE_N / 2];
+      s32 d[MMAS_M][A_HALVES][TILE_N / 2];
       u32 before = 0;
       if (!COOPERATIVE && passed > 0) mainloop_order_wait(consumer);
       for (u32 k_block = 0; k_block < k_blocks; ++k_block, at.next()) {
         const u32 stage = stages + at.stage * STAGE_BYTES;
         mbarrier_wait(full + 8 * at.stage, at.parity);
-        const u64 a = matrix_descriptor(stage + (COOPERATIVE ? consumer * WARPGROUP_M * BLOCK_K : 0)), w = matrix_descriptor(stage + A_BYTES);
+        const u64 a = matrix_descriptor(stage + (COOPERATIVE ? consumer * WARPGROUP_M * BLOCK_K : 0)), w = matrix_descriptor(stage + W_AT);
         wgmma_fence();
 #pragma unroll
         for (int part = 0; part < BLOCK_K / 32; ++part) {
 #pragma unroll
           for (int b = 0; b < MMAS_M; ++b) {
-            Wgmma<TILE_N, SKUDA_CODE, SKUDA_WEIGHT>::mma_async(d[b], a + b * (64 * BLOCK_K / 16) + part * 2, w + part * 2,
-                                                           part > 0 || k_block > 0);
+            typedef Wgmma<TILE_N, ACode, WCode> Mma;
+            const u64 a_part = a + b * (64 * BLOCK_K / 16) + part * 2, w_part = w + part * 2;
+            Mma::mma_async(d[b][0], a_part, w_part, part > 0 || k_block > 0);
+            if (A_HALVES > 1) Mma::mma_async(d[b][A_HALVES - 1], a_part + A_BYTES / 16, w_part, part > 0 || k_block > 0);
+            if (W_HALVES > 1) Mma::mma_async(d[b][A_HALVES - 1], a_part, w_part + W_BYTES / 16, 1);
           }
         }
         wgmma_commit_group();

@@ -34,7 +34,6 @@ from skuda.kernels.launch import (
     Parameter,
     Pointer,
     Step,
-    TensorMap,
     pointers,
     s32,
     s64,
@@ -108,6 +107,8 @@ class WarpgroupTile(NamedTuple):
         Whether both consumer warpgroups work on one tile; else each takes every other tile (ping-pong).
     stream_k : bool
         Whether the k-blocks of the last tiles, which do not fill a wave, are divided evenly among all clusters.
+    halves : (int, int)
+        Bytes of a code of activation and weight.
     """
 
     m: int
@@ -116,6 +117,7 @@ class WarpgroupTile(NamedTuple):
     cluster: tuple[int, int] = (1, 1)
     cooperative: bool = False
     stream_k: bool = False
+    halves: tuple[int, int] = (1, 1)
 
     @property
     def blocks(self) -> int:
@@ -147,8 +149,12 @@ class WarpgroupTile(NamedTuple):
 
     def shared(self, zero_points: Sequence[bool] = ()) -> int:
         """Return the bytes of shared memory of a block; `zero_points`: whether activation and weight have any."""
-        ring = self.stages * ((self.m + self.n) * BLOCK_K + 16)
+        ring = self.stages * (self.loaded(self.m, self.n) * BLOCK_K + 16)
         return 1024 + ring + _STAGING + 8 * (2 + sum(zero_points)) * self.n
+
+    def loaded(self, m: int, n: int) -> int:
+        """Return the bytes of m rows and n columns for each element of K."""
+        return m * self.halves[0] + n * self.halves[1]
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Return rows and columns of clusters that cover m x n results."""
@@ -156,7 +162,8 @@ class WarpgroupTile(NamedTuple):
 
     def partial_sums(self, schedule: Schedule) -> int:
         """Return the bytes of the partial sums that stream-K keeps in global memory."""
-        return 4 * self.m * self.n * self.blocks * schedule.clusters if schedule.stream_k_tiles else 0
+        sums = self.m * self.n * self.halves[0]
+        return 4 * sums * self.blocks * schedule.clusters if schedule.stream_k_tiles else 0
 
     def schedule(self, m: int, n: int, k: int, sm_count: int) -> Schedule:
         """Return how clusters divide the tiles of m x n results of k products each."""
@@ -188,7 +195,7 @@ class WarpgroupTile(NamedTuple):
         if rows * columns <= slots or not last:
             return last
         more, height = last + slots, min(rows, band)
-        read = (min(m, height * self.cluster_m) + min(n, -(-more // height) * self.cluster_n)) * k
+        read = self.loaded(min(m, height * self.cluster_m), min(n, -(-more // height) * self.cluster_n)) * k
         large = rows * columns > more and read > _L2_SHARE
         return last if large and last * -(-k // BLOCK_K) >= _LONG_SHARE * slots else more
 
@@ -232,7 +239,19 @@ TILES = (
     WarpgroupTile(64, 128, 8, stream_k=True),
     WarpgroupTile(64, 64, 12, stream_k=True),
 )
-"""All configurations."""
+"""All configurations for codes of 8 bits."""
+
+_WIDE = {(128, 256): (128, 128), (128, 128): (64, 128), (64, 128): (64, 64)}
+"""Rows and columns of results of a tile for codes of 16 bits whose sums and loads are those of one of 8 bits."""
+
+
+def wide_tile(tile: WarpgroupTile, halves: tuple[int, int]) -> WarpgroupTile | None:
+    """Return the configuration for codes of 16 bits that has as many sums and stages as fit in the place of `tile`."""
+    if (tile.m, tile.n) not in _WIDE:
+        return None
+    m, n = _WIDE[tile.m, tile.n]
+    found = tile._replace(m=m, n=n, halves=halves)
+    return found._replace(stages=tile.stages * (tile.m + tile.n) // found.loaded(m, n))
 
 
 CARDS = ("h200", "h100")
@@ -308,6 +327,22 @@ def costs_for(l2_cache: int) -> CardCosts:
     return min(known, key=lambda costs: abs(costs.l2_cache - l2_cache)) if l2_cache else known[0]
 
 
+def _costs_of(card: CardCosts, halves: tuple[int, int]) -> tuple[tuple[WarpgroupTile, TileCost], ...]:
+    """Return the costs of the tiles for some codes: of wide ones those of tiles with as many sums.
+
+    Two codes of 16 bits take three products where one such code takes two.
+    """
+    if halves == (1, 1):
+        return card.tiles
+    found = []
+    for tile, cost in card.tiles:
+        wide = wide_tile(tile, halves)
+        if wide is not None:
+            load = cost.load * wide.loaded(wide.m, wide.n) / (tile.m + tile.n)
+            found.append((wide, cost._replace(mma=cost.mma * (1 + halves[1]) / 2, load=load)))
+    return tuple(found)
+
+
 def predicted(
     tile: WarpgroupTile, cost: TileCost, card: CardCosts, sizes: tuple[int, int, int], sm_count: int, each: float = 0.0
 ) -> float:
@@ -334,19 +369,21 @@ def predicted(
 def _bytes(tile: WarpgroupTile, schedule: Schedule, card: CardCosts, sizes: tuple[int, int, int], slots: int) -> float:
     """Return the bytes that memory moves."""
     m, n, k = sizes
-    once, results = (m + n) * k, _RESULT_BYTES * m * n
+    once, results = tile.loaded(m, n) * k, _RESULT_BYTES * m * n
     missing = once - card.l2_cache / 2
     if missing <= 0:
         return once + results
     rows, columns = tile.grid(m, n)
     _, divided, groups, band = schedule
     if groups > 1:  # each row, or column, of tiles reads the other operand
-        again: float = (rows - 1) * n * k if columns <= rows else (columns - 1) * m * k
+        of_codes, of_weight = tile.halves
+        again: float = (rows - 1) * n * of_weight * k if columns <= rows else (columns - 1) * m * of_codes * k
     else:
         height = min(rows, band)
         width = min(columns, max(1, slots // height))
         waves = (rows * columns - divided) / (height * width)
-        read = waves * (height * tile.cluster_m + width * tile.cluster_n) + divided * (tile.cluster_m + tile.cluster_n)
+        read = waves * tile.loaded(height * tile.cluster_m, width * tile.cluster_n)
+        read += divided * tile.loaded(tile.cluster_m, tile.cluster_n)
         again = max(0.0, read * k - once)
     return once + results + _READ_AGAIN * missing / once * again
 
@@ -385,12 +422,19 @@ STRATEGY = Strategy(
     constraints,
     "wgmma, TMA loads, tiles by predicted time",
     workspace=(WorkspaceTerm(factors=("num_code_sums",), bytes_each=4),),
+    wide=True,
 )
 
 
 @lru_cache(maxsize=4096)
 def ranking(
-    m: int, n: int, k: int, sm_count: int, l2_cache: int = 0, activation: tuple[str, bool] | None = None
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    l2_cache: int = 0,
+    activation: tuple[str, bool] | None = None,
+    halves: tuple[int, int] = (1, 1),
 ) -> tuple[tuple[float, WarpgroupTile], ...]:
     """Return (predicted us, tile) of every configuration, fastest first.
 
@@ -402,24 +446,30 @@ def ranking(
         Multiprocessors and bytes of L2 of the card; see `costs_for`.
     activation : (str, bool) or None
         Name of an activation that takes time, and whether the output is f32.
+    halves : (int, int)
+        Bytes of a code of activation and weight.
     """
     card = costs_for(l2_cache)
     name, wide = activation or ("", False)
     each = card.activations.get(name, (0.0, 0.0))[wide]
-    times = ((predicted(tile, cost, card, (m, n, k), sm_count, each), tile) for tile, cost in card.tiles)
+    tiles = _costs_of(card, halves)
+    times = ((predicted(tile, cost, card, (m, n, k), sm_count, each), tile) for tile, cost in tiles)
     return tuple(sorted(times, key=lambda pair: pair[0]))
 
 
 @lru_cache(maxsize=4096)
 def _ranked(
-    m: int, n: int, k: int, card: tuple[int, int], activation: tuple[str, bool] | None, zero_points: tuple[bool, bool]
+    sizes: tuple[int, int, int],
+    card: tuple[int, int],
+    activation: tuple[str, bool] | None,
+    zero_points: tuple[bool, bool],
+    halves: tuple[int, int],
 ) -> tuple[tuple[tuple[WarpgroupTile, tuple[str, ...], int], ...], tuple[Choice, ...]]:
     """Return the tiles that fit, each with its flags and shared memory, and what they are called."""
-    fitting = [(us, tile, tile.shared(zero_points)) for us, tile in ranking(m, n, k, *card, activation)]
+    ranked = ranking(*sizes, *card, activation, halves)
+    fitting = [(us, tile, tile.shared(zero_points)) for us, tile in ranked]
     fitting = [each for each in fitting if each[2] <= hopper.MAX_SHARED]
-    choices = tuple(
-        Choice(str(tile), us, tile.partial_sums(tile.schedule(m, n, k, card[0]))) for us, tile, _ in fitting
-    )
+    choices = tuple(Choice(str(tile), us, tile.partial_sums(tile.schedule(*sizes, card[0]))) for us, tile, _ in fitting)
     return tuple((tile, tile.flags, shared) for _, tile, shared in fitting), choices
 
 
@@ -454,10 +504,11 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     zero_points = problem.shifts_activation, problem.has_weight_zero_point
     step = _MANY_ALIKE if m >= _MANY else _ALIKE
     alike = -(-max(1, m) // step) * step
-    ranked = _ranked(alike, max(1, n), k, (sm_count, device.l2_cache), activation, zero_points)
+    halves = problem.code_element.halves, problem.weight_code.halves
+    ranked = _ranked((alike, max(1, n), k), (sm_count, device.l2_cache), activation, zero_points, halves)
     (tile, tile_flags, shared), chosen = parameters.choose(*ranked, choice)
     schedule = tile.schedule(m, n, k, sm_count)
-    size = (m + n) * k + m * n * problem.output.bits // 8
+    size = tile.loaded(m, n) * k + m * n * problem.output.bits // 8
     # Pairs of lines; rows that do not begin at a pair would fetch bytes of the next box.
     promotion = 256 if k % 256 == 0 else 128
     product = Step(
@@ -466,7 +517,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         block=(_THREADS, 1, 1),
         parameters=(
             parameters.activation_map(problem, tile.m // tile.cluster[1], promotion),
-            TensorMap("weight_q", n, k, tile.n // tile.cluster[0], promotion=promotion),
+            parameters.weight_map(problem, tile.n // tile.cluster[0], promotion),
             *parameters.activation_scales(problem),
             *parameters.epilogue_parameters(problem),
             *s32(schedule.band, schedule.stream_k_tiles, schedule.groups),

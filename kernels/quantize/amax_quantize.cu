@@ -25,7 +25,7 @@ DEVICE void quantize_rows(const Group group, const Data* input, s64 input_leadin
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();
   if (own >= rows) return;
   const Data* const x = input + own * input_leading;
-  u8* const codes = output + own * output_leading;
+  const Place codes = Codes<SKUDA_CODE>::place(output, columns) + own * output_leading;
   Real s = div_rn(amax[own], (Real)q_max);
   if (s == (Real)0) s = (Real)1;
   if (lane == 0 && blockIdx.y == 0) scale_out[own] = s;
@@ -49,5 +49,8 @@ DEVICE void quantize_rows(const Group group, const Data* input, s64 input_leadin
   }
 }
 
-KERNEL(256, 4) amax_quantize_lanes(PARAMETERS) { quantize_rows<4>(Lanes{(u32)lanes}, GIVEN); }
-KERNEL(256, 4) amax_quantize_block(PARAMETERS) { quantize_rows<4>(Block{blockDim.x}, GIVEN); }
+// Blocks on a multiprocessor for which there must be registers: as many as possible without spills.
+#define ROWS_BLOCKS (sizeof(Data) == 8 && Halves<SKUDA_CODE>::count == 2 ? 3 : 4)
+
+KERNEL(256, ROWS_BLOCKS) amax_quantize_lanes(PARAMETERS) { quantize_rows<4>(Lanes{(u32)lanes}, GIVEN); }
+KERNEL(256, ROWS_BLOCKS) amax_quantize_block(PARAMETERS) { quantize_rows<4>(Block{blockDim.x}, GIVEN); }

@@ -9,8 +9,8 @@ Any `amax` follows the formula: a negative one turns the signs, an infinite one 
 
 Elements
 --------
-input f16, bf16, f32, f64; output s8, u8; `amax` and `scale_out` have the compute type C (f64 for f64 data, f32
-otherwise).
+input f16, bf16, f32, f64; output s8, u8, s16 (stored as [n, 2 d] s8: the high halves of a row, then its low ones);
+`amax` and `scale_out` have the compute type C (f64 for f64 data, f32 otherwise).
 
 Units
 -----
@@ -34,11 +34,11 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import affine, amax
-from skuda.kernels.quantize.granularity import PerToken, per_token
+from skuda.kernels.quantize.granularity import PerToken, bounds_of_case, per_token
 from skuda.kernels.ties import at_ties
 from skuda.kernels.values import floats, rounded, specials
 from skuda.registry.argument import ArgumentSpec, Role
-from skuda.registry.elements import CODES8, FLOATS, ElementKind
+from skuda.registry.elements import CODES8, FLOATS, WHOLE_CODES, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Int32
 
@@ -129,12 +129,11 @@ def _cases() -> tuple[Case, ...]:
     values: tuple[Values, ...] = ("normal", "special", "infinite", "normal", "zero", "ties", "special")
     pairs = [(size, data, CODES8[(i + j) % 2]) for i, size in enumerate(amax.SIZES) for j, data in enumerate(FLOATS)]
     pairs += [(amax.SIZES[0], data, code) for data, code in product(FLOATS, CODES8)]
+    pairs += [(size, data, ElementKind.S16) for i, size in enumerate(amax.SIZES) for data in FLOATS[i % 2 :: 2]]
     made = []
     for number, ((n, d), data, code) in enumerate(pairs):
-        low, high = code.integer_range or (0, 0)
-        problem = AmaxQuantizeDescriptor(
-            n=n, d=d, q_min=low + number % 3 % 2, q_max=high, input_element=data, output_element=code
-        )
+        low, high = bounds_of_case(code, number, raised=number % 3 == 1)
+        problem = AmaxQuantizeDescriptor(n=n, d=d, q_min=low, q_max=high, input_element=data, output_element=code)
         made.append(Case(problem, values[number % len(values)]))
     return tuple(made)
 
@@ -145,11 +144,11 @@ SKUS = (
         AmaxQuantizeDescriptor,
         __name__,
         FLOATS,
-        CODES8,
+        WHOLE_CODES,
         launch="skuda.kernels.quantize.amax_launch:amax_quantize",
         entry_point="amax_quantize_block",
         summary="one read of every row, which several blocks may share",
     ),
-    *numpy_skus(AmaxQuantizeDescriptor, __name__, FLOATS, CODES8),
+    *numpy_skus(AmaxQuantizeDescriptor, __name__, FLOATS, WHOLE_CODES),
 )
 OP = Op(AmaxQuantizeDescriptor, reference, CASES, SKUS, "dynamic_range with a given range", draw=_draw)

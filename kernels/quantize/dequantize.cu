@@ -15,6 +15,48 @@
 // granularities use the second or the third.
 #include "affine.cuh"
 
+template <int IN_FLIGHT> struct Dequantize {
+  enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1, U = IN_FLIGHT };
+  typedef Raw Held;
+  const u8* input;
+  s64 input_leading;
+  Data* output;
+  s64 output_leading;
+
+  DEVICE Dequantize at(s64 row, s64 column) const {
+    return {input + row * input_leading + column / W, input_leading, output + row * output_leading + column, output_leading};
+  }
+  DEVICE Held load(s64 column) const { return Codes<SKUDA_CODE>::fetch<V>(input, column); }
+  template <int N> DEVICE bool quick(const Held (&)[U], const Segment<Real> (&)[N]) const { return true; }
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 column) const {
+    s32 q[V];
+    Real y[V];
+    Codes<SKUDA_CODE>::spread(h, q);
+    dequantized(q, g, y);
+    store16(output + column, Chunk<Data>::pack(y));
+  }
+  DEVICE void single(const Segment<Real> (&g)[W], int count) const {
+    s32 q[W];
+    Real y[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) q[j] = Codes<SKUDA_CODE>::get(input, j);
+    dequantized(q, g, y);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      if (j < count) narrow(y[j], output[j]);
+    }
+  }
+};
+
+template <Layout LAYOUT>
+DEVICE void walk_dequantize(const u8* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
+  const s64 rows = v.rows, columns = v.columns;
+  const bool chunks = aligned(input, input_leading, rows, CODE_BYTES) && rows_of_chunks(output, output_leading, rows);
+  const bool whole = gapless(rows, columns, output_leading) && gapless_codes(rows, columns, input_leading);
+  walk<LAYOUT>(Dequantize<InFlight<LAYOUT>::ONE>{input, input_leading, output, output_leading}, v,
+                    scales, chunks, whole);
+}
+
 KERNEL(256, BLOCKS) dequantize(
     const u8* input, s64 input_leading, Data* output, s64 output_leading, SEGMENTS, SHAPE) {
   walk_dequantize<WHOLE>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);

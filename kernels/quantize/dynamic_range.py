@@ -10,8 +10,9 @@ infinity in a segment makes s infinite and every code z. An empty segment has s 
 
 Elements
 --------
-input f16, bf16, f32, f64; output s8, u8, s4, u4 (two to a byte, low nibble first, every row starting at a byte);
-`scale_out` has the compute type C (f64 for f64 data, f32 otherwise), `zero_point_out` is s32.
+input f16, bf16, f32, f64; output s8, u8, s4, u4 (two to a byte, low nibble first, every row starting at a byte), s16
+(stored as [n, 2 d] s8: the high halves of a row, then its low ones); `scale_out` has the compute type C (f64 for f64
+data, f32 otherwise), `zero_point_out` is s32.
 
 Units
 -----
@@ -37,6 +38,7 @@ from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import (
     AffineProblem,
     Granularity,
+    bounds_of_case,
     per_channel,
     per_group,
     per_tensor,
@@ -47,6 +49,8 @@ from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.value import Extent, Int32, Integer
 from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope
+
+_OUTPUTS = (*CODES, ElementKind.S16)
 
 
 class DynamicRangeQuantized(NamedTuple):
@@ -203,12 +207,20 @@ def _cases() -> tuple[Case, ...]:
     sizes = ((17, 64), (0, 8), (5, 0), (1, 8), (3, 70008), (260, 16))
     plan = [(FLOATS[0], CODES[0], scope, size) for scope in scopes for size in sizes]
     plan += [(data, code, scope, sizes[0]) for data in FLOATS for code in CODES for scope in scopes]
+    split: tuple[tuple[dict[str, Any], tuple[int, int]], ...] = (
+        *((scope, sizes[0]) for scope in scopes),
+        *((scope, (6, 33)) for scope in scopes[:-1]),
+        ({"scope": "group", "group_size": 3}, (9, 24)),
+        ({"scope": "tensor"}, (1, 37)),
+    )
+    plan += [(data, ElementKind.S16, scope, size) for data in FLOATS for scope, size in split]
+    plan += [(data, ElementKind.S16, scopes[0], size) for data, size in zip(FLOATS, sizes[1:], strict=False)]
     made = []
     for number, (data, code, scope, (n, d)) in enumerate(plan):
-        low, high = code.integer_range or (0, 0)
+        low, high = bounds_of_case(code, number, raised=number % 2 == 1)
         mode = DynamicRangeMode.SYMMETRIC if number % 2 else DynamicRangeMode.ASYMMETRIC
         problem = DynamicRangeQuantizeDescriptor(
-            n=n, d=d, q_min=low + number % 2, q_max=high, mode=mode, input_element=data, output_element=code, **scope
+            n=n, d=d, q_min=low, q_max=high, mode=mode, input_element=data, output_element=code, **scope
         )
         made.append(Case(problem, "special" if number % 3 == 0 else "normal"))
     return tuple(dict.fromkeys(made))
@@ -220,11 +232,11 @@ SKUS = (
         DynamicRangeQuantizeDescriptor,
         __name__,
         FLOATS,
-        CODES,
+        _OUTPUTS,
         launch="skuda.kernels.quantize.dynamic_range_launch:dynamic_range",
         entry_point="dynamic_range_4",
         summary="one read per segment where it is one run",
     ),
-    *numpy_skus(DynamicRangeQuantizeDescriptor, __name__, FLOATS, CODES),
+    *numpy_skus(DynamicRangeQuantizeDescriptor, __name__, FLOATS, _OUTPUTS),
 )
 OP = Op(DynamicRangeQuantizeDescriptor, reference, CASES, SKUS, source="baracuda_kernels/quantize/dynamic_range.rs")

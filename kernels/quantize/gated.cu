@@ -6,7 +6,7 @@
 //
 //   gate            Data, rows of columns, gate_leading elements apart
 //   up              the same; null: the ups of a row follow its gates
-//   output          s8 or u8, output_leading bytes apart
+//   output          codes, output_leading bytes apart
 //   product         Data: y, product_leading elements apart; null: y is not stored
 //   scale_out       C, one per row; dynamic only
 //   scale           C, or Data if scale_is_data; null: scale_value; static only

@@ -19,8 +19,9 @@ all codes are 0. A NaN quantizes to the zero point.
 
 Elements
 --------
-Gates, ups and `product` f16, bf16, f32, f64; `output` s8, u8; `scale_out` has the compute type C (f64 for f64 data, f32
-otherwise); `scale` has C or the data's own element, which is widened; `zero_point` is s32.
+Gates, ups and `product` f16, bf16, f32, f64; `output` s8, u8, s16 (stored as [n, 2 d] s8: the high halves of a row,
+then its low ones); `scale_out` has the compute type C (f64 for f64 data, f32 otherwise); `scale` has C or the data's
+own element, which is widened; `zero_point` is s32.
 
 Units
 -----
@@ -51,11 +52,18 @@ from skuda.kernels.draw import zero_points
 from skuda.kernels.dtypes import compute_dtype, rounded_to, storage_dtype
 from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
 from skuda.kernels.quantize import affine, curves
-from skuda.kernels.quantize.granularity import STATIC_SCALE, AffineProblem, Granularity, per_tensor, per_token
+from skuda.kernels.quantize.granularity import (
+    STATIC_SCALE,
+    AffineProblem,
+    Granularity,
+    bounds_of_case,
+    per_tensor,
+    per_token,
+)
 from skuda.kernels.values import floats, rounded, specials
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
-from skuda.registry.elements import CODES8, FLOATS, ElementKind
+from skuda.registry.elements import CODES8, FLOATS, WHOLE_CODES, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Extent, Int32
@@ -288,17 +296,19 @@ def _cases(descriptor: type[GatedProblem]) -> tuple[Case, ...]:
     plan += [(data, sizes[number % 2]) for data in FLOATS for number in range(4)]
     plan += [(FLOATS[number % 4], (1, 70008)) for number in range(4)]
     plan += [(data, (16, 4096)) for data in FLOATS if data.bits == 16 for _ in range(4)]
+    of_bytes = len(plan)
+    plan += [(data, size) for i, size in enumerate((*sizes, (1, 70008))) for data in FLOATS[i % 2 :: 2]]
     values: tuple[Values, ...] = ("normal", "special", "infinite", "normal", "zero")
     made = []
     for number, (data, (n, d)) in enumerate(plan):
         every = data.bits == 16 and n * d >= _EVERY
-        code = CODES8[number // 2 % 2]
-        low, high = code.integer_range or (0, 0)
+        code = CODES8[number // 2 % 2] if number < of_bytes else ElementKind.S16
+        low, high = bounds_of_case(code, number, raised=number % 3 > 0)
         scaling = (Scaling.DYNAMIC, Scaling.STATIC)[number // 4 % 2 if not every else number % 2]
         given: dict[str, Any] = {
             "n": n,
             "d": d,
-            "q_min": low + (number % 3 > 0),
+            "q_min": low,
             "q_max": high,
             "scaling": scaling,
             "fused": number % 3 != 1,
@@ -308,7 +318,8 @@ def _cases(descriptor: type[GatedProblem]) -> tuple[Case, ...]:
         }
         forms: tuple[dict[str, Any], ...] = ({},)
         if gelu:
-            forms = tuple({"approximation": form} for form in (GeluForm if every else [list(GeluForm)[number % 2]]))
+            turn = number if number < of_bytes else number // 8
+            forms = tuple({"approximation": form} for form in (GeluForm if every else [list(GeluForm)[turn % 2]]))
         drawn: Values = "normal" if every else values[number % len(values)]
         made += [Case(descriptor(**given, **form), drawn) for form in forms]
     return tuple(dict.fromkeys((*made, *nonfinite.propagating(made[::3]))))
@@ -322,7 +333,7 @@ def _kernels(descriptor: type[GatedProblem], curve: str, **fields: Any) -> tuple
         descriptor,
         __name__,
         FLOATS,
-        CODES8,
+        WHOLE_CODES,
         launch="skuda.kernels.quantize.gated_launch:gated",
         entry_point="gated_2",
         flags=flags,
@@ -332,7 +343,7 @@ def _kernels(descriptor: type[GatedProblem], curve: str, **fields: Any) -> tuple
 
 
 def _op(descriptor: type[GatedProblem], *kernels: KernelSku) -> Op:
-    skus = (*kernels, *numpy_skus(descriptor, __name__, FLOATS, CODES8))
+    skus = (*kernels, *numpy_skus(descriptor, __name__, FLOATS, WHOLE_CODES))
     source = "vLLM, TensorRT-LLM: act_and_mul, then a dynamic or static int8 quantization"
     return Op(descriptor, reference, _cases(descriptor), skus, source, draw=_draw)
 

@@ -53,6 +53,17 @@ def per_group(size: int) -> Spread:
     return spread
 
 
+def bounds_of_case(code: ElementKind, number: int, *, raised: bool) -> tuple[int, int]:
+    """Return ``q_min`` and ``q_max`` of an op's case, by its number if the codes have 16 bits.
+
+    Others have the range of `code`, less its first value if `raised`.
+    """
+    if code.is_split:
+        return ((-32_639, 32_639), (-300, 32_639), (-128, 32_000))[number % 7 % 3]
+    low, high = code.integer_range or (0, 0)
+    return low + raised, high
+
+
 class Granularity(NamedTuple):
     """How data divide into segments, each with one scale and one zero point.
 

@@ -217,6 +217,7 @@ struct Norm {
     if (residual != nullptr) fetch_to_l2(residual + ahead * residual_leading, columns);
   }
   DEVICE Real factor(Real sum) const { return div_rn((Real)1, sqrt_rn(div_rn(sum, (Real)columns) + eps)); }
+  DEVICE Place codes() const { return Codes<SKUDA_CODE>::place(output, columns); }
   DEVICE bool dynamic() const { return scale_out != nullptr; }
   DEVICE Segment<Real> segment(const Range& r) const {
     return dynamic() ? segment_of(r, 0, scales.q_min, scales.q_max) : scales.at(0);
@@ -308,7 +309,7 @@ template <int R> struct Octets {
       }
     }
   }
-  template <bool WITHIN> DEVICE void quantize(u8* codes, const Segment<Real>& g) const {
+  template <bool WITHIN> DEVICE void quantize(Place codes, const Segment<Real>& g) const {
     const Segment<Real> own[1] = {g};
 #pragma unroll
     for (int k = 0; k < R; ++k) {
@@ -388,8 +389,8 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
       part.load(p);
       part.template normalize<CENTRED, WEIGHT_EARLY, BIAS_EARLY>(p, mean, factor, weight, bias);
     }
-    if (within) part.template quantize<true>(p.output, g);
-    else part.template quantize<false>(p.output, g);
+    if (within) part.template quantize<true>(p.codes(), g);
+    else part.template quantize<false>(p.codes(), g);
     part.first += step;
   } while (LONG && part.first - lane < octets);
   return true;
@@ -458,7 +459,7 @@ template <bool CENTRED, class Group> DEVICE void slow_row(const Group& group, co
     const Real x[1] = {normal_at<CENTRED>(p, i, mean, factor, y)};
     u32 q[1];
     quantized(x, g, q);
-    p.output[i] = (u8)q[0];
+    Codes<SKUDA_CODE>::put(p.codes(), i, q[0]);
   }
 }
 
@@ -466,8 +467,9 @@ template <bool CENTRED, int R, bool LONG, class Group> DEVICE void norm(const Gr
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();
-  // Only blocks of several groups may have too many. Testing for that saves registers, except for LONG rows of f64.
-  enum { ASK = LONG && sizeof(Data) == 8 };
+  // Only blocks of several groups may have too many. Testing for that saves registers, except for LONG rows of f64 with
+  // codes of bytes.
+  enum { ASK = LONG && sizeof(Data) == 8 && Halves<SKUDA_CODE>::count == 1 };
   const bool mine = (!ASK && group.groups() == 1) || own < all.rows;
   const s64 row = mine ? own : 0;
   const Norm p = all.at(row);

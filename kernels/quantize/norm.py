@@ -27,7 +27,14 @@ from skuda.kernels import nonfinite
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.quantize import affine
-from skuda.kernels.quantize.granularity import STATIC_SCALE, AffineProblem, Granularity, per_tensor, per_token
+from skuda.kernels.quantize.granularity import (
+    STATIC_SCALE,
+    AffineProblem,
+    Granularity,
+    bounds_of_case,
+    per_tensor,
+    per_token,
+)
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case
@@ -250,13 +257,15 @@ def cases(descriptor: type[NormProblem]) -> tuple[Case, ...]:
     plan: list[tuple[Any, ...]] = list(product((*_SIZES, *_LONG), FLOATS, CODES8))
     plan += [((1, 70_008), data, ElementKind.S8) for data in (ElementKind.BF16, ElementKind.F32)]
     plan += [((7, 8200), data, ElementKind.S8) for data in (ElementKind.BF16, ElementKind.F16)]
+    for i, size in enumerate((*_SIZES, *_LONG)):
+        plan += [(size, data, ElementKind.S16) for data in FLOATS[i % 2 :: 2]]
     made = []
     for number, ((n, d), data, code) in enumerate(plan):
         # Every 8 cases have the same size; neither sizes nor elements decide the switches.
         turns = number * 11 + number // 8 * 5
         fields: dict[str, Any] = {name: bool(turns >> bit & 1) for bit, name in enumerate(switches, 1) if name in known}
-        low, high = code.integer_range or (0, 0)
-        fields |= {"q_min": low + number // 4 % 2 * (code is ElementKind.S8), "q_max": high}
+        raised = code is ElementKind.S8 and number // 4 % 2 == 1
+        fields |= dict(zip(("q_min", "q_max"), bounds_of_case(code, number, raised=raised), strict=True))
         fields |= {"scaling": tuple(Scaling)[turns & 1], "eps": (1e-6, 1e-5, 0.0, 0.37)[number // 2 % 4]}
         problem = descriptor(n=n, d=d, input_element=data, output_element=code, **fields)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))

@@ -17,8 +17,9 @@ Rows may be slices of wider arrays.
 
 Elements
 --------
-data and weight f16, bf16, f32, f64, all the same (T); output s8, u8. C is f64 for f64 data, else f32.
-`scale_out` has C, `scale` C or T, `zero_point` is s32.
+data and weight f16, bf16, f32, f64, all the same (T); output s8, u8, s16 (stored as [n, 2 d]
+s8: the high halves of a row, then its low ones). C is f64 for f64 data, else f32. `scale_out` has C, `scale` C or T,
+`zero_point` is s32.
 
 Units
 -----
@@ -39,7 +40,7 @@ from typing import Any, ClassVar, Literal
 
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import norm
-from skuda.registry.elements import CODES8, FLOATS
+from skuda.registry.elements import FLOATS, WHOLE_CODES
 from skuda.registry.op import Op
 
 
@@ -63,12 +64,12 @@ SKUS = (
         RmsNormQuantizeDescriptor,
         __name__,
         FLOATS,
-        CODES8,
+        WHOLE_CODES,
         launch="skuda.kernels.quantize.norm_launch:norm",
         entry_point="rms_norm_quantize_4",
         summary="one read of every row",
     ),
-    *numpy_skus(RmsNormQuantizeDescriptor, __name__, FLOATS, CODES8),
+    *numpy_skus(RmsNormQuantizeDescriptor, __name__, FLOATS, WHOLE_CODES),
 )
 OP = Op(
     RmsNormQuantizeDescriptor,

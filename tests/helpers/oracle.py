@@ -29,7 +29,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {"f16": Format(11, 15), "bf16": Format(8, 127), "f32": Format(24, 127), "f64": Format(53, 1023)}
-RANGES = {"s4": (-8, 7), "u4": (0, 15), "s8": (-128, 127), "u8": (0, 255), "s32": (-(2**31), 2**31 - 1)}
+RANGES = {"s4": (-8, 7), "u4": (0, 15), "s8": (-128, 127), "u8": (0, 255)}
+RANGES |= {"s16": (-32_639, 32_639), "s32": (-(2**31), 2**31 - 1), "s64": (-(2**63), 2**63 - 1)}
 
 
 def compute(element: str) -> str:
@@ -238,11 +239,13 @@ Definition = Callable[[str, Coordinate], Expected]
 
 
 def element_at(array: Any, element: str, at: Coordinate) -> float:
-    """Read one element; a packed one from its nibble, low first."""
+    """Read one element: a packed one from its nibble, low first, one of 16 bits from its halves, the high one first."""
     if element in ("s4", "u4"):
         byte = int(array[(*at[:-1], at[-1] // 2)])
         nibble = byte >> 4 if at[-1] % 2 else byte & 15
         return nibble - 16 if element == "s4" and nibble > 7 else nibble
+    if element == "s16":
+        return 256 * int(array[at]) + int(array[(*at[:-1], array.shape[-1] // 2 + at[-1])])
     return int(array[at]) if element in RANGES else float(array[at])
 
 
@@ -404,13 +407,18 @@ def _activation_row(problem: Any, inputs: dict[str, Any], c: str, m: int) -> tup
         return scale, [code_of(steps_of(v, scale, compute(element)), 0, *bounds) for v in values]
     zero_point = int(_of_the_row(problem, inputs, "act_zero_point", m, 0))
     scale = convert(float(_of_the_row(problem, inputs, "act_scale", m, NAN)), c)
-    return scale, [q - zero_point for q in inputs["act_q"][m].tolist()]
+    return scale, [q - zero_point for q in _codes_of(inputs["act_q"][m], problem.activation_element)]
+
+
+def _codes_of(row: Any, element: str) -> list[int]:
+    """Return the codes of a row of 8 or 16 bits."""
+    return [int(element_at(row, element, (k,))) for k in range(len(row) // (2 if element == "s16" else 1))]
 
 
 def _weight_row(problem: Any, weight: Any, n: int) -> list[int]:
     """Return the codes of an output channel. Those of a packed weight are levels times a scale, plus an offset."""
     if problem.weight_element != "s4":
-        return weight[n].tolist()
+        return _codes_of(weight[n], problem.weight_element)
 
     def code(k: int) -> int:
         block = weight[n // 16, k // 128].tolist()
@@ -442,7 +450,9 @@ def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
         shift = int(inputs["weight_zero_point"][n]) if "weight_zero_point" in inputs else 0
         row = _weight_row(problem, inputs["weight_q"], n)
         acc = sum(a * (w - shift) for a, w in zip(codes, row, strict=True))
-        if out == "s32":
+        if problem.weight_element == "s16":  # by definition without the products of low halves
+            acc -= sum(((a + 128) % 256 - 128) * ((w + 128) % 256 - 128) for a, w in zip(codes, row, strict=True))
+        if out in ("s32", "s64"):
             return acc
         return _finished(problem, inputs, (scale, acc), n, (c, out))
 

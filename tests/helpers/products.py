@@ -27,6 +27,17 @@ def scaled(m=256, n=512, k=1024, **changes):
     return ScaledLinearDescriptor(m=m, n=n, k=k, **{"output_element": "bf16", **changes})
 
 
+def wide_problem(op, weight, rng, *, fewest, most):
+    """Draw a product with an activation of 16-bit codes, of `fewest` to `most` rows, which kernels of Hopper serve."""
+    problem = a_problem(op, (False, False), rng, fewest=fewest, most=most)
+    k = problem.k if weight == "s8" else -(-problem.k // 128) * 128
+    codes = {"q_min": -32_639, "q_max": 32_639} if op == "quantized_linear" else {"activation_element": "s16"}
+    fields = problem.model_dump() | {"weight_element": weight, "k": k} | codes
+    fields |= {"group_size": 64} if weight == "s4" else {}
+    fields |= {"output_element": "s64"} if fields["output_element"] == "s32" else {}
+    return type(problem)(**fields)
+
+
 def a_problem(op, shifts, rng, *, fewest, most, widest=300, longest=960):
     """Draw a product of `fewest` to `most` rows; `shifts`: whether activation and weight have zero points."""
 

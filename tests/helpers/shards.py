@@ -6,6 +6,7 @@ import numpy as np
 
 from skuda.dispatch.shard.explanation import schedule
 from skuda.dispatch.shard.shards import own, span
+from skuda.kernels.blocks import halves
 from skuda.kernels.linear import packed
 
 WAYS = [
@@ -22,7 +23,8 @@ def part(problem, shards, rank, inputs):
     if shards.input == "rows":
         cut |= {n: own(inputs[n], 0, way.rows, rank) for n in ("activation", "act_q", *scales) if n in inputs}
     if shards.input == "columns":
-        cut |= {n: own(inputs[n], 1, way.columns, rank) for n in ("activation", "act_q") if n in inputs}
+        split = not problem.dynamic and problem.code_element.is_split
+        cut |= {n: _columns(inputs[n], way.columns, rank, split=split) for n in ("activation", "act_q") if n in inputs}
     if problem.weight_element == "s4":
         if shards.axis == "n":
             cut |= {n: own(inputs[n], 0, way.parts, rank) for n in ("weight_scale", "bias") if n in inputs}
@@ -33,11 +35,24 @@ def part(problem, shards, rank, inputs):
         else:
             cut["weight_q"] = _part_of_packed(problem, weight, lambda a: own(a, axis, way.parts, rank), axis)
     elif shards.axis == "k":
-        cut["weight_q"] = own(inputs["weight_q"], 1, way.parts, rank)
+        cut["weight_q"] = _columns(inputs["weight_q"], way.parts, rank, split=problem.weight_element.is_split)
     else:
         names = ("weight_q", "weight_scale", "weight_zero_point", "bias")
         cut |= {n: own(inputs[n], 0, way.parts, rank) for n in names if n in inputs}
     return cut
+
+
+def ways_of(problem):
+    """The ways to split a layer: columns of halves are not gathered."""
+    return [way for way in WAYS if way[:2] != ("n", "columns") or not problem.code_element.is_split]
+
+
+def _columns(array, sizes, rank, *, split):
+    return (
+        np.concatenate([own(half, 1, sizes, rank) for half in halves(array)], 1)
+        if split
+        else own(array, 1, sizes, rank)
+    )
 
 
 def cuttable(problem, shards, inputs):

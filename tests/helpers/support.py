@@ -190,6 +190,11 @@ def in_range(problem: Any, rows: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(rows), rows.dtype.type(np.inf), rows) if problem.nonfinite == "propagate" else rows
 
 
+def quantizes_apart(problem: Any) -> bool:
+    """Return whether another op makes the same codes of data: none makes those of 16 bits with a given scale."""
+    return not (problem.output_element.is_split and problem.scaling == "static")
+
+
 def assert_same_bits(got: Any, want: Any, what: str = "result") -> None:
     """Compare bit for bit; NaN equals NaN whatever its payload."""
     got, want = np.asarray(got), np.asarray(want)

@@ -17,6 +17,7 @@ from torch import nn
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.elements import ElementKind
 from skuda.torch import calibrate
 from skuda.torch.ops.tensor_op import OPS
 
@@ -83,10 +84,12 @@ def call_of(name: str, case: Any, rng: np.random.Generator, overload: str = "def
     packed = {a.name for a in case.problem.arguments() if a.elements[0].is_packed}
     if getattr(case.problem, "weight_element", None) == "s4":
         packed.add("weight_q")
+    split = {a.name for a in case.problem.arguments() if a.elements[0].is_split}  # the dtype is that of the halves
     fields = {}
     for argument in op._schema.arguments:
         value = getattr(case.problem, argument.name, None) if argument.kwarg_only else None
         follows = (set(OPS[name]._fields.sources(argument.name)) & arrays.keys()) - packed
+        follows -= split if isinstance(value, ElementKind) else set()
         if value is not None and not (follows and rng.random() < 0.5):
             fields[argument.name] = str(value) if isinstance(value, str) else value
     order = [argument.name for argument in op._schema.arguments if argument.name in arrays]

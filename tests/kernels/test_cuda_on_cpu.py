@@ -305,24 +305,28 @@ def test_gradients_are_divided_exactly_whatever_their_magnitude(op, sku, cases):
             check(emulator.Unit.of(sku), sku, Case(problem), inputs, shapes, _Tight())
 
 
+HARDEST = {"quantize_per_token": ElementKind.S8, "amax_quantize": ElementKind.S16}
 QUANTIZING = [
     pytest.param(op, sku, cases, id=sku.id)
     for op, sku, cases in OFFERED
-    if op.name == "quantize_per_token" and sku.element.bits == 16 and sku.aux_element is ElementKind.S8
+    if op.name in HARDEST and sku.element.bits == 16 and sku.aux_element is HARDEST[op.name]
 ]
 
 
 @pytest.mark.parametrize(("op", "sku", "cases"), QUANTIZING)
 def test_codes_are_exact_where_quotients_are_hardest_to_round(op, sku, cases):
     """Quotients are half an integer, or one or two units of f32 beside that."""
-    rng, n, d = fresh(sku.id), 4096, 8
+    rng, n, d, (_, top) = fresh(sku.id), 4096, 8, sku.aux_element.integer_range
     digits = ml_dtypes.finfo(storage_dtype(sku.element)).nmant
     x = rng.integers(1 << digits, 2 << digits, (n, 1)) * rng.choice([-1.0, 1.0], (n, d))
-    scale = (np.abs(x[:, 0]) / (rng.integers(0, 127, n) + 0.5)).astype(np.float32)
+    scale = (np.abs(x[:, 0]) / (rng.integers(0, top, n) + 0.5)).astype(np.float32)
     scale = (scale.view(np.int32) + rng.integers(-2, 2, n, endpoint=True).astype(np.int32)).view(np.float32)
-    problem = op.descriptor(n=n, d=d, q_min=-128, q_max=127, input_element=sku.element, output_element=sku.aux_element)
-    inputs = {"input": rounded(x, sku.element), "scale": scale, "zero_point": np.zeros(n, np.int32)}
-    check(emulator.Unit.of(sku), sku, Case(problem), inputs, dict.fromkeys(("input", "output"), (n, d)), rng)
+    fields = {"input_element": sku.element, "output_element": sku.aux_element}
+    problem = op.descriptor(n=n, d=d, q_min=-top, q_max=top, **fields)
+    given = {"scale": scale, "zero_point": np.zeros(n, np.int32)}
+    given = {"amax": scale * np.float32(top)} if op.name == "amax_quantize" else given
+    shapes = dict.fromkeys(("input", "output"), (n, d)) | {"scale_out": (n,)}
+    check(emulator.Unit.of(sku), sku, Case(problem), {"input": rounded(x, sku.element), **given}, shapes, rng)
 
 
 CENTRING = [

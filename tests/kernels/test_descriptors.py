@@ -89,7 +89,7 @@ def _bad_sizes(good, names):
 def _bad_linears(op):
     if op.name == "quantized_linear":
         yield "q_max = 0", {"q_min": -127, "q_max": 0}, "q_max"
-        yield "bounds of no 8-bit element", {"q_min": -1, "q_max": 200}, "q_min, q_max"
+        yield "bounds of no element of codes", {"q_min": -1, "q_max": 32_640}, "q_min, q_max"
     elif op.name in ("scaled_linear", "rescale"):
         yield from _bad_sums() if op.name == "scaled_linear" else ()
         for scope in ("channel", "group", "row", None):
@@ -117,7 +117,7 @@ def _bad_sums():
 
 
 def _bad_bounds(op, names):
-    codes = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15)}
+    codes = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15), "s16": (-32_639, 32_639)}
     for q_max in (0, -1) if op.name == "amax_quantize" else ():
         yield f"q_max={q_max}", {"q_min": -8, "q_max": q_max}, "q_max"
     if "output_element" not in names or op.name == "quantized_linear":

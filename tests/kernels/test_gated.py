@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from harness.binding import launch_of
-from support import assert_same_bits, draw, every_case, fresh, in_range, run, sampled
+from support import assert_same_bits, draw, every_case, fresh, in_range, quantizes_apart, run, sampled
 
 import skuda
 from skuda.kernels.catalog import built_in_registry
@@ -18,7 +18,11 @@ from skuda.registry.elements import FLOATS
 from skuda.registry.errors import InvalidProblem
 
 CASES = sampled(
-    [pytest.param(op, case, id=name) for name, op, case in every_case() if isinstance(case.problem, GatedProblem)],
+    [
+        pytest.param(op, case, id=name)
+        for name, op, case in every_case()
+        if isinstance(case.problem, GatedProblem) and quantizes_apart(case.problem)
+    ],
     8,
     each=lambda op, case: op.name,
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from harness import emulator
 from harness.binding import ran
-from products import SHIFTS, a_problem
+from products import SHIFTS, a_problem, wide_problem
 from support import arguments_of, assert_same_bits, draw, fresh, run, sampled
 
 from skuda.kernels.catalog import built_in_ops
@@ -157,6 +157,30 @@ def test_kernels_that_read_packed_weights_equal_the_reference(op, shifted, most,
         if variant == "packed_streamed" or most <= packed_direct.MOST_TOKENS:
             names = [choice.name for choice in rule.launch(problem, CARD).choices]
             check(problem, variant, rng, rng.choice(names))
+
+
+WIDE = [
+    pytest.param(op, *kernel)
+    for op in OPS_OF_LAYERS
+    for kernel in (
+        *(("streamed", streamed, weight, most) for weight in ("s8", "s16") for most in (8, 16, 32)),
+        *(("packed_streamed", packed_streamed, "s4", most) for most in (8, 60, 130)),
+        *(("warpgroup", warpgroup, weight, 220) for weight in ("s8", "s16")),
+        ("expanded_warpgroup", warpgroup, "s4", 130),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "rule", "weight", "most"), sampled(WIDE, 2, each=lambda op, variant, *_: variant)
+)
+def test_codes_of_16_bits_give_the_bits_of_the_reference(op, variant, rule, weight, most):
+    rng = fresh(op, variant, weight, most)
+    problem = wide_problem(op, weight, rng, fewest=most // 2 + 1, most=most)
+    choices = rule.launch(problem.on_codes if "expanded" in variant else problem, CARD).choices
+    words = "clusters", "stream-K", "split-K"
+    names = [choice.name for choice in choices if not any(word in choice.name for word in words)]
+    check(problem, variant, rng, rng.choice(names), values=rng.choice(["extreme", "special", "normal"]))
 
 
 EXTREMES = {

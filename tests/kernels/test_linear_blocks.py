@@ -8,6 +8,7 @@ from support import assert_same_bits, draw, every_case, fresh, run, sampled
 
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import reference as product
+from skuda.registry.argument import storage_shape
 from skuda.registry.descriptor import Role
 
 LINEAR = [pytest.param(op, case, id=name) for name, op, case in every_case() if op.name.endswith("_linear")]
@@ -25,7 +26,7 @@ def test_the_boxes_change_no_bit(op, case, with_scratch, monkeypatch):
     for sizes in (None, (2, 7, 3, 29, 35, 16)):
         for name, size in zip(CUTS, sizes or (), strict=False):
             monkeypatch.setattr(product, name, size)
-        more = {a.name: np.zeros(a.shape, storage_dtype(a.elements[0])) for a in scratch}
+        more = {a.name: np.zeros(storage_shape(a.shape, a.elements[0]), storage_dtype(a.elements[0])) for a in scratch}
         made.append(run(case.problem, given, **more) | more)
     for name, array in made[0].items():
         assert_same_bits(made[1][name], array, name)

@@ -251,6 +251,20 @@ def test_sums_reach_the_end_of_s32_at_the_longest_k(act, weight, k):
     assert_same_bits(got, np.full((2, 3), want, np.int32))
 
 
+def test_codes_of_16_bits_leave_out_the_product_of_two_low_halves():
+    """An element 256 times below its row's largest has a low half alone: it counts beside 8 bits, and not beside 16."""
+    act = np.int8([[127, 0, 127, 100]])  # 32639 and 100
+    for weight, want in (
+        (np.int8([[127, 0, 127, 90]]), 65_536 * 127 * 127 + 2 * 256 * 127 * 127),
+        (np.int8([[127, 90]]), 32_639 * 127 + 9_000),
+    ):
+        element = "s16" if weight.shape[1] == 4 else "s8"
+        sizes = {"m": 1, "n": 1, "k": 2, "activation_element": "s16", "weight_element": element}
+        problem = dispatcher().describe("scaled_linear", output_element="s64", **sizes)
+        assert run(problem, {"act_q": act, "weight_q": weight})["output"].tolist() == [[want]]
+    assert 0 <= 32_639**2 + 100 * 90 - (65_536 * 127 * 127 + 2 * 256 * 127 * 127) <= 16_384 * 2
+
+
 # --- the seeds' own cases --------------------------------------------------------------------------------------------
 
 GOLDEN = json.loads((TESTS / "data" / "seed_smoke_cases.json").read_text())
