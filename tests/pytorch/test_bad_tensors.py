@@ -50,7 +50,7 @@ CODES, ZERO = torch.arange(-48, 48, dtype=torch.int8).reshape(2, 3, 16), torch.t
         ({"weight_scale": SCALE[0]}, r"weight_scale must have the axes \(c_out\); had shape \(\)"),
         ({"weight_scale": SCALE[:4]}, r"weight_scale must be an array of shape \(8,\)"),
         ({"bias": SCALE.to(torch.float64)}, r"bias must be .* float64"),
-        ({"q_max": 128}, "q_max must"),
+        ({"q_max": 1 << 15}, "q_max must"),
         ({"output_element": "f8"}, "output_element must be one of"),
         ({"epilogue": "tanh"}, "epilogue must be one of"),
     ],

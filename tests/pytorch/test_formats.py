@@ -168,11 +168,11 @@ def test_codes_of_no_format_and_names_that_are_taken_are_refused():
         with pytest.raises(InvalidProblem, match=r"weight must be int8 of shape \[N, K\], or .*packed.*, or backwards"):
             format_of("here", codes, 4, 8)
     assert format_of("here", torch.zeros(4, 8, dtype=torch.int8), 4, None) == INT8
-    with pytest.raises(InvalidProblem, match="weights must be 'int8' or 'int4' or 'backwards'"):
+    with pytest.raises(InvalidProblem, match="weights must be 'int8' or 'int4' or 'int16' or 'backwards'"):
         Dynamic(weights="forwards")
     with pytest.raises(InvalidProblem, match="name must be new"):
         register_format(type("Other", (toy_format.Backwards,), {}))
-    assert list(FORMATS) == ["int8", "int4", "backwards"]
+    assert list(FORMATS) == ["int8", "int4", "int16", "backwards"]
 
 
 def test_every_format_keeps_what_it_cuts_and_joins():

@@ -18,7 +18,7 @@ from skuda.torch.convert.fold import fold_
 from skuda.torch.formats import INT8, Quantizer, quantizer
 from skuda.torch.formats.feedback import Moments
 from skuda.torch.formats.int4 import per_row_text
-from skuda.torch.linear.activation import Nonfinite, check_nonfinite
+from skuda.torch.linear.activation import Nonfinite, PerRow, check_nonfinite, per_row
 from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear, kind_of, propagating
 from skuda.torch.linear.joined import Part, int8_layers
 from skuda.torch.models.replaceable_layers import (
@@ -76,8 +76,8 @@ class Dynamic:
         What a NaN or an infinity in an input does. By default a NaN counts as 0, so later layers do not see it. With
         ``"propagate"`` its row of the output becomes NaN, at no cost, also in fused models and on several ranks.
     weights : str
-        The format, ``"int8"`` or ``"int4"``, or another one of `skuda.torch.formats`. With ``"int4"``, a weight takes
-        half the memory; see `skuda.torch.int4.int4_weight`. Layers in training stay but for ``"int8"``.
+        The format, ``"int8"``, ``"int4"`` or ``"int16"``, or another one of `skuda.torch.formats`. With ``"int4"``, a
+        weight takes half the memory; see `skuda.torch.int4.int4_weight`. Layers in training stay but for their own.
     group_size : int
         Elements of a row that share 16 levels, for ``"int4"``: 32, 64 or 128; or 0, for whole rows.
     symmetric : bool
@@ -87,6 +87,8 @@ class Dynamic:
         A calibration of the model. The model is then folded first (see `fold_`), unless it is one of a folded model:
         for 8 bits with alpha 0.6, for 4 bits with 0.5 and without gates. Weights of 4 bits are those of
         `skuda.torch.int4.calibrated_weight`: a third of the divergence, with at least K rows of each layer's inputs.
+    activations : {"int8", "int16"}
+        The codes of inputs. Those of 16 bits go with weights of any, and those of 8 bits not with weights of 16.
 
     Raises
     ------
@@ -99,6 +101,7 @@ class Dynamic:
     group_size: int = 128
     symmetric: bool = False
     calibration: Calibration | None = None
+    activations: str = "int8"
 
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
@@ -107,12 +110,17 @@ class Dynamic:
             if self.symmetric:
                 rule = "be False with a calibration, whose levels have offsets"
                 raise InvalidProblem("Dynamic", "symmetric", "True", rule)
-        _ = self.quantizer
+        _ = self.activation
 
     @property
     def quantizer(self) -> Quantizer:
         """What quantizes weights."""
         return quantizer("Dynamic", self.weights, self.group_size, symmetric=self.symmetric)
+
+    @property
+    def activation(self) -> PerRow:
+        """How inputs become codes."""
+        return per_row("Dynamic", self.activations, self.quantizer.format)
 
     def together(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> Dynamic | Calibrated:  # noqa: ARG002  the protocol's
         """Return what converts the layers of a call of `quantize_`."""
@@ -122,12 +130,16 @@ class Dynamic:
         """Return the int8 form of a layer; errors as `WeightFormat.quantize`."""
         trained: Callable[[], nn.Module] | None = getattr(linear, "to_int8", None)
         if trained is None:
-            made: nn.Module = DynamicLinear.from_linear(linear, self.quantizer._replace(moments=moments))
-        elif self.quantizer.format != INT8:
-            rule = "be no layer in training, which learned for 8 bits: use weights='int8'"
-            raise InvalidProblem("Dynamic", f"weights={self.weights!r}", f"a {type(linear).__name__}", rule)
+            quantize = self.quantizer._replace(moments=moments)
+            made: nn.Module = DynamicLinear.from_linear(linear, quantize, self.activation)
         else:
             made = trained()
+            own = (made.format, made.activation.element.bits) if isinstance(made, Int8Linear) else (INT8, 8)
+            if own != (self.quantizer.format, self.activation.bits):
+                field = f"weights={self.weights!r}, activations={self.activations!r}"
+                learned = f"weights={own[0].name!r}, activations='int{own[1]}'"
+                rule = f"be no layer in training, which learned for others: use {learned}"
+                raise InvalidProblem("Dynamic", field, f"a {type(linear).__name__}", rule)
         return propagating(made) if self.nonfinite == "propagate" else made
 
 
@@ -214,7 +226,8 @@ class Report:
         lines += table("left:", self.left)
         lines += table("folded into", {name: norm for norm, names in self.folded.items() for name in names})
         lines += table("not folded:", self.not_folded)
-        if {"DynamicLinear", "SmoothedLinear", "StaticLinear"}.intersection(self.converted.values()):
+        kinds = "DynamicLinear", "SmoothedLinear", "StaticLinear"
+        if any(each.split(",")[0] in kinds and not each.endswith("'propagate'") for each in self.converted.values()):
             lines.append('  a NaN in an input counts as 0: with nonfinite="propagate", its row of the output is NaN')
         above = [(error, name) for name, error in self.static_errors.items() if error > _TWICE]
         if above:
@@ -293,7 +306,8 @@ def quantize_(
         joint = config.together(model, {name: as_linear(layer) for name, layer in fit.items()})
     spent = None
     if budget is not None:
-        eight = Dynamic(nonfinite=cast("Dynamic", config).nonfinite)
+        asked = cast("Dynamic", config)
+        eight = Dynamic(nonfinite=asked.nonfinite, activations=asked.activations)
         spent = Spent(budget, model, fit, joint.convert, eight.convert)
     slots = _slots(model, fit)
     converted: dict[str, nn.Module] = {}
@@ -351,7 +365,7 @@ def report_of_loaded(model: nn.Module) -> Report:
     before, total = sum(each.numel() * each.dtype.itemsize for each in floats), bytes_of(model)
     left = {name: _NOT_CODES for name, layer in linears(model) if not isinstance(layer, Int8Linear)}
     return Report(
-        converted={name: type(layer).__name__ for name, layer in layers.items()},
+        converted={name: kind_of(layer) for name, layer in layers.items()},
         left=left | {each.name: each.reason for each in other_matrices(model)},
         folded={},
         not_folded={},

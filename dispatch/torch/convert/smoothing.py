@@ -44,6 +44,9 @@ class _Smooth:
         subject = type(self).__name__
         _check(subject, self.calibration, self.alpha, self.fold)
         check_nonfinite(subject, self.nonfinite)
+        if self.quantizer.format.element.is_split:
+            rule = "be of at most 8 bits, as its activations are: see Dynamic(activations='int16')"
+            raise InvalidProblem(subject, "weights", shown(self.weights), rule)
         if self.quantizer.format != INT8 and self.alpha == "search":
             rule = "be a number, or weights 'int8', which a search is for; or see Dynamic(calibration=...)"
             raise InvalidProblem(subject, "alpha", shown(self.alpha), rule)

@@ -23,9 +23,9 @@ def update_(served: nn.Module, trained: nn.Module, config: Dynamic | None = None
     """Quantize the weights of a model in training once, and copy them and all other tensors into a served model.
 
     The served model keeps its memory, so captured graphs and compiled code stay valid. It then gives the bits of the
-    trained one, if both are exact and the served weights have 8 bits. Weights of 4 bits are those that `int4_weight`
-    makes or, with a calibration in `config`, `calibrated_weight`. Both models must be folded by the same factors, or
-    neither.
+    trained one, if both are exact and the served weights have 8 or 16 bits. Weights of 4 bits are those that
+    `int4_weight` makes or, with a calibration in `config`, `calibrated_weight`. Both models must be folded by the same
+    factors, or neither.
 
     Parameters
     ----------
@@ -74,6 +74,15 @@ def _quantizer(held: WeightFormat, config: Dynamic | None) -> Quantizer:
     return Quantizer(held, held.group_size or 128)
 
 
+def _check_bits(name: str, layer: MixedLinear | FakeQuantLinear, served: Int8Linear | Part) -> None:
+    """Raise for a layer in training if 16 bits are not where the served one has them."""
+    learned = (layer.form, layer.activation.bits) if isinstance(layer, MixedLinear) else (INT8, 8)
+    held = served.format, served.activation.element.bits
+    if learned[1] != held[1] or learned[0].element.is_split is not held[0].element.is_split:
+        had, rule = (f"weights={form.name!r}, activations='int{bits}'" for form, bits in (learned, held))
+        raise InvalidProblem("update_", name, f"a layer in training with {had}", f"have {rule}, as the served one")
+
+
 def _tensors(
     model: nn.Module, served: Mapping[str, Int8Linear | Part], config: Dynamic | None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -82,6 +91,8 @@ def _tensors(
     for name, layer in model.named_modules():
         quantize = _quantizer(served[name].format, config) if name in served else None
         if isinstance(layer, MixedLinear) or (isinstance(layer, FakeQuantLinear) and not layer.learn_scale):
+            if name in served:
+                _check_bits(name, layer, served[name])
             weights[f"{name}.weight"] = name, layer, quantize or TO_INT8
         elif quantize and quantize.format != INT8 and (is_linear(layer) or is_conv1d(layer)):
             weights[f"{name}.weight"] = name, as_linear(layer), quantize

@@ -26,6 +26,7 @@ from skuda.torch.distributed.peers import SPARE_MULTIPROCESSORS, Peers, Symmetri
 
 Result = TypeVar("Result")
 
+_SUMS = torch.int32, torch.int64
 _LOOK = 0.05
 """Seconds between two looks at the reports of other ranks."""
 _LEAST_COPIED = 1 << 21
@@ -144,14 +145,14 @@ class TorchGroup:
         return back(self._reduced(tensor, distributed.ReduceOp.MAX))
 
     def sum(self, array: Any) -> Any:
-        """Return the s32 sum over the ranks, element by element. The array may be overwritten."""
+        """Return the sum of s32 or s64 over the ranks, element by element. The array may be overwritten."""
         tensor, back = _tensor("sum", array)
         if not torch.compiler.is_compiling():  # whose sizes may be symbolic
-            check_array("sum", tensor, (Tensor,), torch.int32)
+            check_array("sum", tensor, (Tensor,), *_SUMS)
         return back(self._reduced(tensor, distributed.ReduceOp.SUM))
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
-        """Return this rank's rows of the s32 sum over the ranks. `sizes` has the number of rows of each rank."""
+        """Return this rank's rows of what `sum` returns. `sizes` has the number of rows of each rank."""
         return self._summed_rows(array, sizes, later=False)()
 
     def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
@@ -176,7 +177,7 @@ class TorchGroup:
     def _summed_rows(self, array: Any, sizes: tuple[int, ...], *, later: bool) -> Callable[[], Any]:
         tensor, back = _tensor("sum_rows", array)
         if not torch.compiler.is_compiling():
-            check_array("sum_rows", tensor, (Tensor,), torch.int32)
+            check_array("sum_rows", tensor, (Tensor,), *_SUMS)
             check_sizes("sum_rows", tensor, 0, sizes, self, whole=True)
         most = max(sizes)
         peers = self._peers_for(tensor, most)

@@ -23,6 +23,8 @@ from skuda.dispatch.shard.layer import LayerInput, RankWork, ShardSchedule, Sums
 from skuda.dispatch.shard.shards import Shards
 from skuda.functional import default_dispatcher
 from skuda.kernels.linear import ScaledLinearDescriptor
+from skuda.kernels.linear.problem import sums_of
+from skuda.registry.argument import storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.distributed.digest import digest
@@ -89,6 +91,9 @@ class ShardedLinear(Int8Linear):
         }
         about: Any = {"activation": whole.activation, "split": made, "sizes": made.sizes if whole.sizes else ()}
         super().__init__(**cut, dtype=whole.weight_dtype, in_features=made.width, **about)
+        if whole.activation.element.is_split and (self.axis, made.shards.input) == ("n", "columns"):
+            rule = "have the whole input or rows of it: halves of columns from several ranks would not lie together"
+            raise InvalidProblem(name, "shards", "columns of 16-bit codes", rule)
         self.original, self.stored_as = whole.original, described_as(whole)
         self.group, self.shards, self.parts = group, made.shards, made.parts
         self._number = next(_numbers)
@@ -122,7 +127,11 @@ class ShardedLinear(Int8Linear):
         with torch.no_grad():
             whole: Any = {each: split.gathered(each, self.format, tensor).cpu() for each, tensor in held.items()}
         whole |= {"dtype": self.weight_dtype, "in_features": self.whole[1]}
-        made = JoinedLinear(**whole, sizes=split.whole_sizes) if self.sizes else layer_of(**whole)
+        if self.sizes:
+            how: Any = {"activation": self.activation} if self.activation.element.is_split else {}
+            made: Int8Linear = JoinedLinear(**whole, sizes=split.whole_sizes, **how)
+        else:
+            made = layer_of(**whole, bits=self.activation.element.bits)
         return super().like(made.train(self.training))
 
     def forward(self, input: Tensor | Quantized) -> Tensor:
@@ -155,7 +164,7 @@ class ShardedLinear(Int8Linear):
                 rule = "be detached, or run under torch.no_grad(): layers of several ranks have no gradient"
                 raise InvalidProblem(name, "input", "a tensor that requires grad", rule)
         leading = data.shape[:-1]
-        given = LayerInput(data.reshape(prod(leading), self.in_features), scale)
+        given = LayerInput(data.reshape(prod(leading), data.shape[-1]), scale)
         by_rows = "rows" in (self.shards.input, self.shards.output)
         if by_rows and len(leading) != 1:
             raise InvalidProblem(name, "input", f"{len(leading)} leading axes", "have one axis of rows")
@@ -175,7 +184,8 @@ class ShardedLinear(Int8Linear):
 
     def schedule(self, rows: int, element: str, *, compiles: bool = False) -> ShardSchedule:
         """Return the schedule for a number of rows and an element of the output. Compiled code has one chunk."""
-        return _schedule(self.shards, *self.whole, rows, element, dynamic=self.activation.dynamic, compiles=compiles)
+        how: Any = {"dynamic": self.activation.dynamic, "halves": self.activation.element.halves}
+        return _schedule(self.shards, *self.whole, rows, element, **how, compiles=compiles)
 
     def _all_rows(self, held: int) -> int:
         """Return the rows of all ranks, where each has its own; they are split as `Shards.rows` does."""
@@ -196,7 +206,7 @@ class ShardedLinear(Int8Linear):
         def sums(codes: Tensor) -> Tensor:
             if not spare:
                 return cast("Tensor", _OPS.scaled_linear.default(codes, self.operand, **self._of_sums()))
-            problem = _sums_of(*codes.shape, self.out_features, how.element, self.format)
+            problem = _sums_of(len(codes), self.width, self.out_features, how.element, self.format)
             preference = PlanPreference(spare_multiprocessors=spare)
             return cast("Tensor", default_dispatcher().run(problem, preference, act_q=codes, weight_q=self.operand))
 
@@ -210,10 +220,10 @@ class ShardedLinear(Int8Linear):
         def product(given: LayerInput) -> Tensor:
             if given.scale is None:
                 tensors = self.operands(how.tensors(given.data, self.held))
-                fields = how.fields(given.data.dtype) | {"output_element": element}
+                fields = how.fields(given.data.dtype) | {"output_element": element, **self.format.fields}
                 return cast("Tensor", getattr(_OPS, how.op).default(*tensors, **fields))
             codes = given.data, self.operand, given.scale, given.zero_point, weight_scale, None, self.bias
-            return cast("Tensor", _OPS.scaled_linear.default(*codes, **output))
+            return cast("Tensor", _OPS.scaled_linear.default(*codes, **output, **self._of_codes))
 
         return RankWork(
             amax=how.maxima,
@@ -226,20 +236,27 @@ class ShardedLinear(Int8Linear):
         )
 
     def _of_sums(self) -> dict[str, Any]:
-        return {"output_element": "s32", **self.format.sizes(self.whole[0])}
+        sums = str(sums_of(self.activation.element))
+        return {"output_element": sums, **self.format.sizes(self.whole[0]), **self._of_codes}
+
+    @property
+    def _of_codes(self) -> dict[str, str]:
+        """The fields of `scaled_linear` that codes do not show."""
+        element = self.activation.element
+        return {"activation_element": str(element), **self.format.fields} if element.is_split else {}
 
     def call(self, input: Tensor) -> Call:
         """Return the call of this rank's product, for `explain`."""
         how, names = self.activation, OPS["scaled_linear"].names
-        shape = *input.shape[:-1], self.width
-        codes, weight = torch.empty(shape, dtype=torch_dtype(how.element), device="meta"), self.operand
+        shape, weight = (*input.shape[:-1], self.width), self.operand
+        codes = torch.empty(storage_shape(shape, how.element), dtype=torch_dtype(how.element), device="meta")
         if self.axis == "k":
             return "scaled_linear", {"act_q": codes, "weight_q": weight, **self._of_sums()}
         scale = torch.empty(shape[:-1] if how.dynamic else (1,), device="meta")
         zero_point = self._buffers.get("input_zero_point")
         tensors = codes, weight, scale, zero_point, self.weight_scale.view(-1), None, self.bias
         scope = "token" if how.dynamic else "tensor"
-        fields = {"output_element": how.output(input.dtype), "act_scale_scope": scope}
+        fields = {"output_element": how.output(input.dtype), "act_scale_scope": scope, **self._of_codes}
         return "scaled_linear", dict(zip(names, tensors, strict=False)) | fields
 
     def extra_repr(self) -> str:
@@ -299,17 +316,17 @@ class RowLinear(ShardedLinear):
 
 @lru_cache(maxsize=4096)
 def _sums_of(m: int, k: int, n: int, codes: ElementKind, form: WeightFormat) -> ScaledLinearDescriptor:
-    """Return the `scaled_linear` problem with exact s32 sums."""
-    elements: Any = {"activation_element": codes, "weight_element": form.element, "output_element": ElementKind.S32}
+    """Return the `scaled_linear` problem with exact sums."""
+    elements: Any = {"activation_element": codes, "weight_element": form.element, "output_element": sums_of(codes)}
     return ScaledLinearDescriptor(m=m, n=n, k=k, group_size=form.group_size or 0, **elements)
 
 
 @lru_cache(maxsize=4096)
 def _schedule(
-    shards: Shards, n: int, k: int, rows: int, element: str, *, dynamic: bool, compiles: bool
+    shards: Shards, n: int, k: int, rows: int, element: str, *, dynamic: bool, halves: int, compiles: bool
 ) -> ShardSchedule:
     size = torch_dtype(ElementKind(element)).itemsize
-    traffic = Traffic(m=rows, n=n, k=k, output_bytes=size, dynamic=dynamic, scale_bytes=4 * dynamic)
+    traffic = Traffic(m=rows, n=n, k=k, output_bytes=size, dynamic=dynamic, scale_bytes=4 * dynamic, halves=halves)
     return ShardSchedule.of(shards, traffic, whole=compiles)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from skuda.torch.formats.int4 import Int4
 from skuda.torch.formats.int8 import INT8, TO_INT8, Int8
+from skuda.torch.formats.int16 import CODES_OF, Int16
 from skuda.torch.formats.reading import ConfigFields, Tensors
 from skuda.torch.formats.weight import (
     FORMATS,
@@ -17,6 +18,7 @@ from skuda.torch.formats.weight import (
 )
 
 __all__ = [
+    "CODES_OF",
     "FORMATS",
     "INT8",
     "TO_INT8",
@@ -24,6 +26,7 @@ __all__ = [
     "ConfigFields",
     "Int4",
     "Int8",
+    "Int16",
     "Quantizer",
     "StoredWeight",
     "Tensors",

@@ -49,7 +49,7 @@ class StoredPacked(StoredWeight):
         weights.one_of("dynamic", [False], default=False)
         weights.one_of("symmetric", [False], default=True)
         size = weights.one_of("group_size", [*GROUP_SIZES])
-        weights.common(bits=4)
+        weights.common(4)
         return cls(size)
 
     def read(

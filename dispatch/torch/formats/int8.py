@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,8 +25,10 @@ INT_QUANTIZED = "int-quantized"
 """The format of files with a code in each element."""
 
 
-def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a weight of shape (N, K) symmetrically. Return s8 codes, and an f32 scale per output channel, (N,).
+def quantized_weight(weight: Tensor, fields: Mapping[str, Any] = CODES) -> tuple[Tensor, Tensor]:
+    """Quantize a weight of shape (N, K) symmetrically. Return codes, and an f32 scale per output channel, (N,).
+
+    `fields` say which codes the op `dynamic_range` writes, by default s8.
 
     Raises
     ------
@@ -39,7 +42,7 @@ def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise InvalidProblem("quantized_weight", "weight", had, "be float16, bfloat16 or float32 of shape [N, K]")
     if not bool(matrix.isfinite().all()):
         raise InvalidProblem("quantized_weight", "weight", "an infinity or NaN", "be finite")
-    codes, scale, _ = torch.ops.skuda.dynamic_range(matrix, **CODES)
+    codes, scale, _ = torch.ops.skuda.dynamic_range(matrix, **fields)
     return codes, scale
 
 

@@ -219,15 +219,16 @@ class ConfigFields:
         for name in names:
             self.take(name, default=None)
 
-    def common(self, bits: int = 8) -> None:
-        """Read the fields of a quantized tensor other than its strategy."""
-        self.one_of("num_bits", [bits], default=8)
+    def common(self, *bits: int) -> int:
+        """Read the fields of a quantized tensor other than its strategy. Return its bits, one of these or 8."""
+        found: int = self.one_of("num_bits", [*bits] or [8], default=8)
         self.one_of("type", ["int"], default="int")
         self.one_of("group_size", [None, -1], default=None)
         self.one_of("actorder", [None, False], default=None)
         self.absent("block_structure")
         self.free("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
         self.finish()
+        return found
 
     def targets(self, name: str, **default: Any) -> tuple[str, ...]:
         """Read a list of targets."""

@@ -1,7 +1,7 @@
 """`WeightFormat`: how the weight of a layer lies in memory and in files. All that depends on it is here.
 
 A layer holds a weight of shape (N, K) as a tensor of codes, in a form of the format's own, and one f32 scale for each
-output channel, (N, 1). A code stands for an integer of 8 bits, and the weight is that integer times the scale.
+output channel, (N, 1). A code stands for an integer of 8 or 16 bits, and the weight is that integer times the scale.
 
 `docs/format.md` shows how a format is added.
 """
@@ -80,6 +80,8 @@ class StoredWeight(ABC):
     """Whether the tensors in the file are others than those of a layer."""
     dynamic: ClassVar[bool] = False
     """Whether the scales of activations must be dynamic."""
+    beside: ClassVar[tuple[int, ...]] = (8, 16)
+    """The bits that dynamic activations may have."""
     name: ClassVar[str]
     """The name of the format of the weights."""
     group_size: int | None = None
@@ -150,8 +152,12 @@ class WeightFormat(ABC):
     """Dtype of the codes."""
     element: ClassVar[ElementKind]
     """``weight_element`` of the ops for what `operand` returns."""
+    fields: ClassVar[Mapping[str, str]] = {}  # torch's compiler takes a dict
+    """The fields of a layer's op that its tensors do not show."""
     units: ClassVar[Mapping[str, int]] = MappingProxyType({"n": 1, "k": 1})
     """How many output channels, and elements of K, can only be cut together."""
+    k_axis: ClassVar[int] = 1
+    """The axis of the codes along which K lies. Output channels are axis 0."""
     even: ClassVar[int] = 1
     """What the lengths of parts are multiples of, along both axes, where nobody chooses them."""
     files: ClassVar[tuple[type[StoredWeight], ...]]
@@ -202,7 +208,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def integers(self, codes: Tensor, n: int, k: int) -> Tensor:
-        """Return what the codes stand for, s8 of shape (N, K)."""
+        """Return what the codes stand for, s8 or s16 of shape (N, K)."""
 
     def operand(self, codes: Tensor, n: int, k: int) -> Tensor:  # noqa: ARG002  for formats that kernels do not read
         """Return the tensor that the ops take: the codes themselves, if kernels read them.
@@ -212,7 +218,7 @@ class WeightFormat(ABC):
         return codes
 
     def sizes(self, n: int) -> dict[str, int]:  # noqa: ARG002  for formats that have units
-        """Return the fields of an op's problem that its tensors do not show."""
+        """Return the fields of an op of sums that its tensors do not show, but for `fields`."""
         return {}
 
     def shape_of_weight(self, codes: Tensor, n: int, k: int | None) -> tuple[int, int]:  # noqa: ARG002  for units

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from skuda.torch.formats.int8 import CODES
 from skuda.torch.fuse.fused_modules import (
     PROPAGATE,
     AttentionForm,
@@ -242,7 +241,7 @@ def _fuse_mlp(module: nn.Module, held: Counter[int]) -> str:
         joined = form._replace(joined=_JOINED_GATE_UP)
     else:
         joined = form._replace(joined=form.parts[0], parts=())
-    become(module, FusedGatedMLP, joined)
+    become(module, FusedGatedMLP, joined._replace(codes=layers[-1].activation.codes))
     if layers[-1].nonfinite is not None:
         cast("Fused", module).propagate()
     return "gate and up are one product, the gated activation writes codes"
@@ -291,8 +290,8 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
 
 def _norm_before(layer: nn.Module, name: str, part: Fused) -> NormForm:
     """Return the form of the norm in front of a part; errors as `norm_form`."""
-    propagates = getattr(part, part.fused_form.joined).nonfinite is not None
-    return norm_form(layer, name)._replace(fields=PROPAGATE if propagates else {})
+    how = getattr(part, part.fused_form.joined).activation
+    return norm_form(layer, name)._replace(fields=PROPAGATE if how.nonfinite is not None else {}, codes=how.codes)
 
 
 def norm_form(layer: nn.Module, name: str) -> NormForm:
@@ -362,8 +361,6 @@ def _layers(module: nn.Module, names: tuple[str, ...], held: Counter[int]) -> tu
     for name, layer in zip(names, layers, strict=True):
         if type(layer) is not DynamicLinear:
             raise NotProven(f"{name} is {'missing' if layer is None else type(layer).__name__}, no DynamicLinear")
-        if layer.activation.codes != CODES:
-            raise NotProven(f"{name} takes other codes than fused modules write")
         if held[id(layer)] > 1:
             raise NotProven(f"{name} belongs to other modules, too")
         _forward_of(module, name)

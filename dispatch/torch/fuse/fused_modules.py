@@ -27,7 +27,7 @@ from torch.nn.modules import module as torch_module
 
 from skuda.dispatch.shard.group import Group
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.formats.int8 import CODES
+from skuda.torch.formats import CODES_OF
 from skuda.torch.linear.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.linear.joined import JoinedLinear, JoinedOutput, Part, Quantized, projected
 from skuda.torch.ops.tensor_op import launched, not_scripted, refuse_other, run_module
@@ -268,6 +268,8 @@ class MLPForm(NamedTuple):
         Name of the activation, or nothing if it is a function.
     group : Group, optional
         The ranks that share the layer. Each has some columns of the gated product; scales are those of whole rows.
+    codes : dict
+        Fields of the op for the codes that the last layer takes.
     """
 
     joined: str
@@ -277,6 +279,7 @@ class MLPForm(NamedTuple):
     parts: tuple[str, ...]
     act: str
     group: Group | None = None
+    codes: Mapping[str, Any] = CODES_OF[8]
 
 
 class FusedGatedMLP(Fused):
@@ -304,14 +307,14 @@ class FusedGatedMLP(Fused):
         if form.group is not None:
             op = getattr(torch.ops.skuda, form.op.replace("_quantize", "_amax"))
             rows, amax = op.default(gate_up=gate_up, **form.fields)
-            codes, scale = torch.ops.skuda.amax_quantize.default(rows, form.group.max(amax), **CODES)
+            codes, scale = torch.ops.skuda.amax_quantize.default(rows, form.group.max(amax), **form.codes)
             return projected(down, Quantized(codes, scale, gate_up.dtype))
         recorded = _recorded(gate_up)
         given = gate_up.detach() if recorded else gate_up
-        key = form.op, *form.fields.values(), given.shape
+        key = form.op, *form.fields.values(), *form.codes.values(), given.shape
         found = launched(key, None, None, given)
         if found is None:
-            found = run_module(form.op, key, (None, None, given), {**form.fields, **CODES})
+            found = run_module(form.op, key, (None, None, given), {**form.fields, **form.codes})
         codes, scale = found
         rows = gated_rows(form, *gate_up.chunk(2, dim=-1)) if recorded else None
         return projected(down, Quantized(codes, scale, given.dtype, rows))
@@ -336,6 +339,8 @@ class NormForm(NamedTuple):
         The norm's parameters, of ``weight`` and ``bias``.
     fields : dict
         Further fields of the op.
+    codes : dict
+        Those of the codes that the next layer takes.
     """
 
     name: str
@@ -343,6 +348,7 @@ class NormForm(NamedTuple):
     eps: str
     vectors: tuple[str, ...]
     fields: Mapping[str, str] = {}
+    codes: Mapping[str, Any] = CODES_OF[8]
 
     def held(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the norm's parameters by name."""
@@ -504,7 +510,7 @@ class FusedDecoderLayer(Fused):
             return coded._replace(rows=getattr(self, form.name)(total)), total
         found = launched(key, *tensors)
         if found is None:
-            found = run_module(form.op, key, tensors, {"eps": eps, **form.fields, **CODES})
+            found = run_module(form.op, key, tensors, {"eps": eps, **form.fields, **form.codes})
         return _normed(x, found)
 
     def _call(self, form: NormForm, x: Tensor, residual: Tensor | None) -> tuple[Any, tuple[Tensor | None, ...], float]:
@@ -512,7 +518,8 @@ class FusedDecoderLayer(Fused):
         norm: Any = self._modules[form.name]
         eps, held = float(getattr(norm, form.eps)), norm._parameters  # noqa: SLF001  reading an attribute is slow in torch
         vectors = [held[name] if name in held else getattr(norm, name, None) for name in _VECTORS[form.op]]
-        return (form.op, eps, x.shape, *form.fields.values()), (x, residual, *vectors), eps
+        key = form.op, eps, x.shape, *form.fields.values(), *form.codes.values()
+        return key, (x, residual, *vectors), eps
 
 
 def gated_rows(form: MLPForm, gate: Tensor, up: Tensor) -> Tensor:

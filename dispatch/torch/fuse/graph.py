@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import fx
 
-from skuda.registry.elements import CODES8
+from skuda.registry.elements import WHOLE_CODES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.formats.int8 import CODES, Q_MAX
+from skuda.torch.formats import CODES_OF
 from skuda.torch.fuse import patterns
 from skuda.torch.fuse.fuse import Fusion
 from skuda.torch.fuse.patterns import Left, fake_of
@@ -27,6 +27,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _aten, _skuda = torch.ops.aten, torch.ops.skuda
 _LINEAR, _STATIC = _skuda.quantized_linear.default, _skuda.quantize_per_tensor.default
 _RANGE = _skuda.dynamic_range.default
+_BOUNDS = {(codes["q_min"], codes["q_max"]): codes for codes in CODES_OF.values()}
+"""The codes of layers with dynamic scales, by their range."""
 NORM, NORM_OF_SUM = "the norm writes codes", "the norm adds the residual and writes codes"
 GATED = "the gated activation writes codes"
 
@@ -128,9 +130,10 @@ def _groups(graph: fx.Graph) -> list[_Group]:
         given = patterns.arguments(node)
         if node.target is _LINEAR:
             more = {"nonfinite": given["nonfinite"]} if given.get("nonfinite") is not None else {}
-            group = _Group(given["activation"], [], CODES | more)
+            codes = CODES_OF[8] if given.get("q_min") is None else _BOUNDS.get((given["q_min"], given["q_max"]), {})
+            group = _Group(given["activation"], [], {**codes, **more})
         elif node.target is _STATIC:
-            fields = {name: given[name] for name in CODES if given.get(name) is not None}
+            fields = {name: given[name] for name in CODES_OF[8] if given.get(name) is not None}
             group = _Group(given["input"], [], {"scaling": "static", **fields}, (given["scale"], given["zero_point"]))
         elif given.get("mode") == "asymmetric":
             group = _Group(given["input"], [], {})
@@ -147,12 +150,12 @@ def _check(group: _Group) -> None:
         given, fake = patterns.arguments(node), fake_of(group.input)
         if node.target is _RANGE:
             raise Left("its rows have zero points, which no norm or gated activation writes")
-        if group.is_dynamic and (given.get("q_min"), given.get("q_max")) not in ((None, None), (-Q_MAX, Q_MAX)):
-            raise Left(f"{node.name} has another range of codes than -{Q_MAX}..{Q_MAX}")
+        if group.is_dynamic and "q_max" not in group.fields:
+            raise Left(f"{node.name} has another range of codes than {' and '.join(f'{a}..{b}' for a, b in _BOUNDS)}")
         if fake.dtype not in _DTYPES or given.get("output_element") == "f64":
             raise Left(f"{node.name} computes in f64")
-        if group.fields.get("output_element") not in CODES8:
-            raise Left(f"{node.name} has codes of another element than {' and '.join(CODES8)}")
+        if group.fields.get("output_element") not in WHOLE_CODES:
+            raise Left(f"{node.name} has codes of another element than {' and '.join(WHOLE_CODES)}")
 
 
 def _fuse(group: _Group, bits: Bits, gates: bool) -> str:  # noqa: FBT001
@@ -174,28 +177,28 @@ def _fuse(group: _Group, bits: Bits, gates: bool) -> str:  # noqa: FBT001
         raise Left(f"no other layer has its input, and {why}")
     if group.fields.get("nonfinite", "ignore") != "ignore":
         raise Left(f"layers that propagate NaN quantize their input themselves, and {why}")
-    coded = _called(nodes[0], _RANGE, (input,), CODES, "one quantization of the input for all")
+    codes = {name: group.fields[name] for name in CODES_OF[8]}
+    coded = _called(nodes[0], _RANGE, (input,), codes, "one quantization of the input for all")
     return _rewired(group, coded) + (f" ({why})" if bits == "fused" else "")
 
 
 def _rewired(group: _Group, coded: _Coded) -> str:
     """Replace layers by products of codes, and other nodes by codes."""
     for node in group.nodes:
-        made = _product(node, *coded.results[:2]) if group.is_dynamic else coded.results[0]
+        made = _product(node, group.fields, *coded.results[:2]) if group.is_dynamic else coded.results[0]
         node.replace_all_uses_with(made)
         node.graph.erase_node(node)
     return coded.how
 
 
-def _product(layer: fx.Node, codes: fx.Node, scale: fx.Node) -> fx.Node:
-    """Insert the product of a layer, for codes with a scale per row."""
+def _product(layer: fx.Node, written: Mapping[str, Any], codes: fx.Node, scale: fx.Node) -> fx.Node:
+    """Insert the product of a layer, for codes with a scale per row, and the fields with which they were written."""
     given = patterns.arguments(layer)
     element = given.get("output_element") or str(element_of(fake_of(given["activation"]).dtype))
     names = ("weight_scale", "weight_zero_point", "bias", "output_scale", "output_zero_point")
     tensors = codes, given["weight_q"], scale, None, *(given.get(name) for name in names)
-    fields = {"output_element": element, "act_scale_scope": "token"}
-    if given.get("epilogue") is not None:
-        fields["epilogue"] = given["epilogue"]
+    fields = {"output_element": element, "act_scale_scope": "token", "activation_element": written["output_element"]}
+    fields |= {name: given[name] for name in ("epilogue", "weight_element") if given.get(name) is not None}
     with layer.graph.inserting_before(layer):
         made = layer.graph.call_function(_skuda.scaled_linear.default, tensors, fields)
     made.meta.update({key: value for key, value in layer.meta.items() if key != "eager_input_vals"})

@@ -10,7 +10,8 @@ The tensors of an int8 layer are the buffers of the modules of `skuda.torch`:
 
 4-bit weights have the tensors of `skuda.torch.formats.grouped` if these can hold all of them bit for bit. Else they are
 packed, u8; see `skuda.kernels.linear.packed`. Only skuda reads these: ``quant_method: skuda``, and
-``format: skuda-int4`` of their group.
+``format: skuda-int4`` of their group. So it is with weights of 16 bits, s8 of shape (N, 2, K), which are
+``skuda-int16``, and with activations of 16 bits, ``num_bits: 16``, beside any weights.
 
 Tensors of a model of transformers have the names that `save_pretrained` gives them, and so have the layers that the
 scheme names. `dtypes` in the scheme lists tensors and layers of other dtypes than the model's, where a reader could not
@@ -48,8 +49,8 @@ from skuda.torch.formats.reading import Kind
 from skuda.torch.formats.weight import Difference
 from skuda.torch.hf.scheme import ActivationScheme, Scheme
 from skuda.torch.hf.stored import check_approximate, check_values, int8_layer, warn_approximate
-from skuda.torch.linear.activation import PER_ROW
-from skuda.torch.linear.int8_linear import Int8Linear
+from skuda.torch.linear.activation import PerRow
+from skuda.torch.linear.int8_linear import Int8Linear, kind_of
 from skuda.torch.linear.joined import Part, int8_layers, is_joined
 from skuda.torch.models.folded import FOLDED, describe, digest_in
 from skuda.torch.models.replaceable_layers import carry, changed, is_of_transformers
@@ -183,9 +184,10 @@ def _make_exact(model: nn.Module, before: dict[str, nn.Module]) -> None:
 
 def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the buffers of a joined layer's part, each with the tensor to copy into it."""
-    if layer.activation != PER_ROW:
-        rule = "be a DynamicLinear, as the model's layer, which fuse_ has joined with others: load before fuse_"
-        raise InvalidRecord(source, name, f"a {type(layer).__name__}", rule)
+    if layer.activation != PerRow(bits=part.activation.element.bits):
+        own = f"a DynamicLinear{part.activation.text()}"
+        rule = f"be {own}, as the model's layer, which fuse_ has joined with others: load before fuse_"
+        raise InvalidRecord(source, name, f"a {kind_of(layer)}", rule)
     held = dict(layer.named_buffers())
     for own, view in part.views().items():
         tensor = held[own]
@@ -354,7 +356,8 @@ def _for_others(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple
         if made is None:
             return {}
         for name, (_, form) in made.items():
-            if form.dynamic and ActivationScheme.of(layers[name]) is not ActivationScheme.DYNAMIC:
+            activation = ActivationScheme.of(layers[name])
+            if form.dynamic and not (activation and activation.dynamic):
                 return {}
         found |= made
     return found

@@ -33,8 +33,6 @@ except ImportError as error:
     raise MissingDependency("peft", "pip install peft") from error
 
 from skuda.torch.convert.dequantize import float_linear
-from skuda.torch.formats import INT8
-from skuda.torch.formats.int8 import quantized_weight
 from skuda.torch.linear.dequantized_weight import CodedLayer
 from skuda.torch.linear.int8_linear import DynamicLinear
 from skuda.torch.models.folded import FOLDED, check_adapter, folding_of
@@ -86,7 +84,7 @@ class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
         wanted = tuners_utils.check_adapters_to_merge(self, adapter_names)
         if not wanted:
             return
-        if base.format != INT8:
+        if base.group_size is not None:
             rule = "have 8-bit weights, because 4 bits would lose adapters: call skuda.torch.dequantize_ before merging"
             raise InvalidProblem("merge", "base_layer", "a DynamicLinear of 4-bit weights", rule)
         merged = [*self.merged_adapters, *wanted]
@@ -98,7 +96,7 @@ class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
         try:
             with torch.no_grad():
                 super().merge(safe_merge, merged)
-            codes, scale = quantized_weight(floats.weight)
+            codes, scale = base.format.quantize(floats.weight)
         except Exception:
             self.merged_adapters.clear()
             raise

@@ -1,6 +1,7 @@
 """`Scheme`: the `quantization_config` of a compressed-tensors checkpoint, which says how layers are quantized.
 
-Only W8A8 with symmetric weights and W4A8 are supported. A weight of 8 bits has one scale, or one per output channel.
+Only W8A8 with symmetric weights and W4A8 are supported, and in files of skuda activations of 16 bits, also with such
+weights. A weight of 8 bits has one scale, or one per output channel.
 Activations have a dynamic scale per token, or one scale from calibration; those of other projects' 4-bit weights must
 be dynamic. Any other field is refused by name, so that no checkpoint is misread. If the user says so, weights of 8 or 4
 bits have activations of 8 bits that are floats in the checkpoint, as with GPTQ and AWQ.
@@ -33,7 +34,7 @@ from skuda.torch.models.replaceable_layers import hooked, is_conv1d, is_linear, 
 
 METHOD = "compressed-tensors"
 OWN_METHOD = "skuda"
-"""Marks a checkpoint that others would misread: smoothing factors, 4-bit weights, or codes (N, K) of a `Conv1D`."""
+"""Marks a checkpoint that others would misread: smoothing factors, packed weights, 16 bits, or a `Conv1D`'s codes."""
 
 _FLOATS = "have activations of 8 bits: approximate='int4' or 'int8' of load_ and SkudaConfig gives them, a scale a row"
 _VERSION = "0.20.0"
@@ -53,6 +54,7 @@ class ActivationScheme(StrEnum):
     DYNAMIC = "dynamic"
     STATIC = "static"
     SHIFTED = "static with a zero point"
+    WIDE = "dynamic with 16 bits"
 
     @classmethod
     def of(cls, layer: Int8Linear | Part) -> Self | None:
@@ -60,11 +62,20 @@ class ActivationScheme(StrEnum):
         scheme = layer.activation.scheme
         return None if scheme is None or described_as(layer) not in (*WHOLE, Part) else cls(scheme)
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether each row has a scale of its own."""
+        return self in (ActivationScheme.DYNAMIC, ActivationScheme.WIDE)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 16 if self is ActivationScheme.WIDE else 8
+
     def fields(self) -> dict[str, Any]:
         """Return the fields of `input_activations`."""
-        dynamic = self is ActivationScheme.DYNAMIC
-        strategy = "token" if dynamic else "tensor"
-        return tensor_fields(strategy, dynamic=dynamic, symmetric=self is not ActivationScheme.SHIFTED)
+        strategy, symmetric = "token" if self.dynamic else "tensor", self is not ActivationScheme.SHIFTED
+        return tensor_fields(strategy, dynamic=self.dynamic, symmetric=symmetric, bits=self.bits)
 
 
 def check_whole(subject: str, model: nn.Module) -> None:
@@ -206,7 +217,8 @@ class Scheme:
     ignore : tuple of str
         Targets of layers that stay in floating point.
     own : bool
-        Whether only skuda reads it: layers may have smoothing factors or 4-bit weights, or be codes of a `Conv1D`.
+        Whether only skuda reads it: layers may have smoothing factors, 4-bit weights, codes of 16 bits or those of a
+        `Conv1D`.
     dtypes : Dtypes or None
         The dtypes of tensors, if they differ and a reader could not know them.
     exact : bool
@@ -324,7 +336,7 @@ class Scheme:
             for (activation, form), targets in ways.items()
         )
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
-        own = smooth or any(group.stored.own for group in groups) or "Conv1D" in kinds
+        own = smooth or any(each.stored.own or each.activation.bits == 16 for each in groups) or "Conv1D" in kinds
         exact = any(getattr(part, "fused_exact", False) for part in model.modules())
         return cls(groups, _ignored(names.matrices(model), coded.values()), own=own, dtypes=dtypes, exact=exact)
 
@@ -392,7 +404,8 @@ class Scheme:
         dtypes = read.take("dtypes", default=None)
         groups = ConfigFields(source, "config_groups", read.take("config_groups"))
         found = tuple(
-            _group_of(ConfigFields(source, name, groups.take(name)), formats, given) for name in tuple(groups.names)
+            _group_of(ConfigFields(source, name, groups.take(name)), formats, given, own=own)
+            for name in tuple(groups.names)
         )
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
@@ -403,8 +416,8 @@ class Scheme:
         return cls(found, ignore, own=own, dtypes=kept, exact=exact)
 
 
-def _group_of(read: ConfigFields, formats: list[str], default: str) -> SchemeGroup:
-    """Read a group. Its format is one of `formats`, by default that of all groups."""
+def _group_of(read: ConfigFields, formats: list[str], default: str, *, own: bool) -> SchemeGroup:
+    """Read a group. Its format is one of `formats`, by default that of all groups. `own`: only skuda reads the file."""
     file_format = read.one_of("format", [*formats, None], default=None) or default
     weights = ConfigFields(read.source, f"{read.place}.weights", read.take("weights"))
     stored = next(filter(None, (kind.parse(weights, file_format) for kind in stored_weights())), None)
@@ -416,12 +429,15 @@ def _group_of(read: ConfigFields, formats: list[str], default: str) -> SchemeGro
     dynamic = inputs.one_of("dynamic", [True] if stored.dynamic else [False, True], default=False)
     inputs.one_of("strategy", ["token" if dynamic else "tensor"])
     symmetric = inputs.one_of("symmetric", [True] if dynamic else [True, False], default=True)
-    inputs.common()
+    bits = inputs.common(*(stored.beside if own and dynamic else ()))
     read.absent("output_activations")
     targets = read.targets("targets")
     read.finish()
-    static = ActivationScheme.STATIC if symmetric else ActivationScheme.SHIFTED
-    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, stored, given is None)
+    if dynamic:
+        activation = ActivationScheme.WIDE if bits == 16 else ActivationScheme.DYNAMIC
+    else:
+        activation = ActivationScheme.STATIC if symmetric else ActivationScheme.SHIFTED
+    return SchemeGroup(targets, activation, stored, given is None)
 
 
 def matches(targets: tuple[str, ...], name: str, module: nn.Module, stored: str | None = None) -> bool:

@@ -68,14 +68,15 @@ def int8_layer(
     if module.bias is None and group.stored.method is not None:
         found.take_zeros("bias", SCALES, "the model's layer has none")  # some writers of GPTQ store it
     bias = None if module.bias is None else found.take("bias", biases, (n,))
-    given = {"smooth": found.take("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None}
+    smooth = smooth and group.activation.bits == 8 and "smooth" in found
+    given = {"smooth": found.take("smooth", torch.float32, (k,)) if smooth else None}
     if group.activation is ActivationScheme.STATIC:
         found.take_zeros("input_zero_point")
     elif group.activation is ActivationScheme.SHIFTED:
         given["input_zero_point"] = found.take("input_zero_point", CODES, *ONE)
-    if group.activation is not ActivationScheme.DYNAMIC:
+    if not group.activation.dynamic:
         given["input_scale"] = found.take("input_scale", SCALES, *ONE)
-    made = layer_of(weight, scale, bias, dtype=dtype, in_features=k, **given)
+    made = layer_of(weight, scale, bias, dtype=dtype, in_features=k, bits=group.activation.bits, **given)
     made.original = original_of(module)
     return made
 

@@ -55,7 +55,7 @@ from skuda.torch.formats.int8 import INT_QUANTIZED
 from skuda.torch.formats.weight import Difference
 from skuda.torch.hf.checkpoint import described, opened_files, scheme_of
 from skuda.torch.hf.renaming import cast_, dtype_of, in_model, planned, renamed, untie_, without_codes
-from skuda.torch.hf.scheme import METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
+from skuda.torch.hf.scheme import METHOD, OWN_METHOD, Scheme, SchemeGroup, matches
 from skuda.torch.hf.stored import check_approximate, check_values, int8_layer, warn_approximate
 from skuda.torch.linear.int8_linear import Int8Linear
 from skuda.torch.linear.joined import int8_layers
@@ -65,9 +65,9 @@ from skuda.torch.models.replaceable_layers import Filter, sizes_of
 for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
     _known.pop(OWN_METHOD, None)  # that of an import that was interrupted afterwards; registering again is an error
 
-_OPTIONS = ("ignore", "weights", "group_size", "symmetric", "exact", "approximate")
-_OF_FLOATS = ("ignore", "weights", "group_size", "symmetric")
+_OF_FLOATS = ("ignore", "weights", "group_size", "symmetric", "activations")
 """Options that choose how floats are quantized."""
+_OPTIONS = (*_OF_FLOATS, "exact", "approximate")
 _MOST_ROWS = 1 << 14
 """Inputs of a layer that a calibration keeps."""
 
@@ -81,14 +81,14 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ``{"quant_method": "skuda", "weights": "int4"}`` does the same.
 
     For a checkpoint that is quantized already, only `exact` and `approximate` apply. Others are refused, except for
-    `weights` that it has.
+    `weights` and `activations` that it has.
 
     Parameters
     ----------
     ignore : sequence of str, optional
         Layers that stay in floating point: names, or patterns of ``re:`` and a regular expression that matches from the
         start of a name. By default the layer that returns the logits.
-    weights, group_size, symmetric : optional
+    weights, group_size, symmetric, activations : optional
         As in `skuda.torch.Dynamic`.
     exact : bool, optional
         Whether the whole model becomes exact, the head included; see `skuda.torch.exact.exact_`. Then `ignore` must be
@@ -112,7 +112,8 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     asked: Scheme | None = None
     """The scheme in the config that a user gave for a checkpoint with its own."""
-    approximate: str | None = None  # that of pickles of version 0.1, which lack it
+    approximate: str | None = None  # those of pickles of version 0.1, which lack them
+    activations: str | None = None
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         weights: str | None = None,
         group_size: int | None = None,
         symmetric: bool | None = None,
+        activations: str | None = None,
         exact: bool | None = None,
         approximate: str | None = None,
         scheme: Scheme | None = None,
@@ -148,7 +150,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise InvalidProblem("SkudaConfig", "ignore", pattern, rule) from error
         self.quant_method = OWN_METHOD
         self.ignore = None if ignore is None else tuple(ignore)
-        self.weights, self.group_size, self.symmetric = weights, group_size, symmetric
+        self.weights, self.group_size, self.symmetric, self.activations = weights, group_size, symmetric, activations
         self.exact, self.approximate = exact, approximate
         self.scheme, self.calibration, self.budget = scheme, calibration, budget
         _ = self.dynamic
@@ -204,11 +206,15 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if self.asked not in (None, self.scheme):
             rule = "be that of the checkpoint's own config, or be left out"
             raise InvalidProblem("from_pretrained", "scheme", "another scheme", rule)
-        held = " and ".join(sorted({group.stored.name for group in self.scheme.groups}))
+        held = {
+            "weights": " and ".join(sorted({group.stored.name for group in self.scheme.groups})),
+            "activations": " and ".join(sorted({f"int{group.activation.bits}" for group in self.scheme.groups})),
+        }
         for name in (*_OF_FLOATS, "calibration", "budget"):
             value = getattr(self, name)
-            if value is not None and (name != "weights" or value != held):
-                rule = f"be left out: the checkpoint is quantized already, with weights of {held}, as its config says"
+            if value is not None and value != held.get(name):
+                kinds = f"weights of {held['weights']} and activations of {held['activations']}"
+                rule = f"be left out: the checkpoint is quantized already, with {kinds}, as its config says"
                 raise InvalidProblem("from_pretrained", name, shown(value), rule)
 
     def to_dict(self) -> dict[str, Any]:
@@ -331,7 +337,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Whether adapters such as LoRA can be trained. All layers must be dynamic, which pass gradients on."""
         scheme = self.quantization_config.scheme
-        return scheme is not None and all(group.activation is ActivationScheme.DYNAMIC for group in scheme.groups)
+        return scheme is not None and all(group.activation.dynamic for group in scheme.groups)
 
     def is_serializable(self) -> bool:
         """Return True: `save_pretrained` writes the compressed-tensors format."""

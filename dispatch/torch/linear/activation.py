@@ -17,7 +17,7 @@ from skuda.dispatch.shard.layer import LayerInput
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.formats.int8 import CODES
+from skuda.torch.formats import CODES_OF, WeightFormat
 from skuda.torch.linear.autograd import frozen_linear
 from skuda.torch.linear.dequantized_weight import CodedLayer
 from skuda.torch.ops.dtypes import element_of, torch_dtype
@@ -87,7 +87,7 @@ class ActivationQuant(ABC):
     """Whether each row gets a scale at run time."""
     takes: ClassVar[torch.dtype | None] = None
     """Dtype of the input, if that is codes already."""
-    codes: ClassVar[Mapping[str, Any]] = CODES
+    codes: ClassVar[Mapping[str, Any]] = CODES_OF[8]
     """Fields of the ops that write its symmetric codes."""
     buffers: ClassVar[tuple[str, ...]] = ()
     """Names of what the layer holds for it: `smooth` of shape (K,), and scalars. Some may be None."""
@@ -138,6 +138,10 @@ class ActivationQuant(ABC):
         """Return the output of the layer for that of the op."""
         return output
 
+    def text(self) -> str:
+        """Return what the representation of a layer says about its codes, with a comma in front; or nothing."""
+        return ", activations=int16" if self.element.is_split else ""
+
     def output(self, dtype: torch.dtype) -> str:
         """Return the element of the output for an input of a dtype."""
         return self.output_element or str(element_of(dtype))
@@ -163,11 +167,40 @@ class ActivationQuant(ABC):
 
 @dataclass(frozen=True)
 class PerRow(ActivationQuant):
-    """Symmetric codes -127..127. Each row has a scale, which the op of the product computes."""
+    """Symmetric codes -127..127, or -32639..32639. Each row has a scale, which the op of the product computes.
+
+    Parameters
+    ----------
+    nonfinite, output_element, smoothed
+        As in `ActivationQuant`.
+    bits : int
+        8 or 16. Codes of 16 bits are two halves, s8 of shape (..., 2 K).
+    """
+
+    bits: int = 8
 
     op = "quantized_linear"
     dynamic = True
-    scheme = "dynamic"
+
+    @property
+    def element(self) -> ElementKind:  # type: ignore[override]
+        """Element of the codes."""
+        return ElementKind.S16 if self.bits == 16 else ElementKind.S8
+
+    @property
+    def codes(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """Fields of the ops that write its codes."""
+        return CODES_OF[self.bits]
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The fields of an op that takes its codes, which these do not show."""
+        return {"activation_element": "s16"} if self.bits == 16 else {}
+
+    @property
+    def scheme(self) -> str:  # type: ignore[override]
+        """What checkpoints call it."""
+        return "dynamic with 16 bits" if self.bits == 16 else "dynamic"
 
     @property
     def buffers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -183,8 +216,8 @@ class PerRow(ActivationQuant):
         held = layer._buffers  # noqa: SLF001  the values, also of parametrized layers
         if not any(each is not None and each.requires_grad for each in (input, *held.values())):
             return None
-        how: dict[str, Any] = {"nonfinite": self.nonfinite, "output_element": self.output_element}
-        given = layer.operand, layer.weight_scale.view(-1), layer.bias
+        how: dict[str, Any] = {"nonfinite": self.nonfinite, "output_element": self.output_element, "bits": self.bits}
+        given = layer.weight_q, layer.weight_scale.view(-1), layer.bias
         return frozen_linear(input, *given, smooth=held.get("smooth"), **how)
 
     def tensors(self, rows: Tensor, held: Held) -> Tensors:
@@ -194,7 +227,8 @@ class PerRow(ActivationQuant):
     def fields(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return what is not the op's default. Divided rows do not show the dtype of the input."""
         element = self.output(dtype) if self.smoothed else self.output_element
-        given = {"output_element": element, "nonfinite": self.nonfinite}
+        bounds = {name: self.codes[name] for name in ("q_min", "q_max")} if self.bits == 16 else {}
+        given = {"output_element": element, "nonfinite": self.nonfinite, **bounds}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -305,3 +339,19 @@ class GivenCodes(ActivationQuant):
 
 PER_ROW = PerRow()
 """The activation of a layer that is given none."""
+
+
+def per_row(subject: str, activations: object, form: WeightFormat) -> PerRow:
+    """Return the activation of dynamic layers that a config names, beside weights of a format.
+
+    Raises
+    ------
+    InvalidProblem
+        For another name than ``int8`` and ``int16``, and for ``int8`` beside weights of 16 bits.
+    """
+    if activations not in ("int8", "int16"):
+        raise InvalidProblem(subject, "activations", shown(activations), "be 'int8' or 'int16'")
+    if form.element.is_split and activations == "int8":
+        rule = f"be 'int16' beside weights={form.name!r}: weights of 16 bits multiply activations of 16 bits"
+        raise InvalidProblem(subject, "activations", shown(activations), rule)
+    return PerRow(bits=16 if activations == "int16" else 8)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.formats import WeightFormat, format_of
-from skuda.torch.formats.int8 import BOUNDS, CODES, Q_MAX
+from skuda.torch.formats import CODES_OF, WeightFormat, format_of
+from skuda.torch.formats.int8 import BOUNDS, Q_MAX
 from skuda.torch.ops.dtypes import element_of
-from skuda.torch.ops.registered import linear_dynamic, linear_scaled
+from skuda.torch.ops.registered import called
 from skuda.torch.ops.tensor_op import check_tensors
 
 Gradients = tuple[Tensor | None, ...]
@@ -74,7 +74,10 @@ def _first_order(backward: Callable[..., Gradients]) -> Callable[[Any, Tensor], 
 
 
 class _Int8Product(_Function):
-    """A product of codes: of rows that are quantized on the way, or of codes that stand for them."""
+    """A product of codes: of rows that are quantized on the way, or of codes that stand for them.
+
+    The weight is codes of the format `form`, and `bits` are those of the codes of rows.
+    """
 
     @staticmethod
     def forward(
@@ -88,20 +91,24 @@ class _Int8Product(_Function):
         scale: Tensor | None,
         output_element: str | None,
         nonfinite: str | None,
+        bits: int,
+        form: WeightFormat,
     ) -> Tensor:
-        if codes is not None and scale is not None:
-            return linear_scaled(
-                codes, scale, weight_q, weight_scale, bias, output_element=str(element_of(input.dtype))
-            )
+        weight_q = form.operand(weight_q, len(weight_scale), input.shape[-1])
+        fields = {**CODES_OF[bits], **form.fields}
+        if codes is not None:
+            given = codes, weight_q, scale, None, weight_scale, None, bias
+            elements = {"activation_element": fields["output_element"], **form.fields}
+            return called("scaled_linear", given, **elements, output_element=str(element_of(input.dtype)))
         if smooth is not None:
             output_element = output_element or str(element_of(input.dtype))
             input = torch.ops.skuda.smooth.default(input, smooth)
-        how = {"output_element": output_element, "nonfinite": nonfinite}
-        return linear_dynamic(input, weight_q, weight_scale, bias, **how)
+        fields |= {"output_element": output_element, "nonfinite": nonfinite}
+        return called("quantized_linear", (input, weight_q, weight_scale, None, bias), **fields)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
-        input, weight, bias, weight_q, weight_scale, smooth, *_ = inputs
+        input, weight, bias, weight_q, weight_scale, smooth, *_, ctx.form = inputs
         ctx.dtypes = input.dtype, *(None if each is None else each.dtype for each in (weight, bias))
         ctx.width, ctx.smoothed = input.shape[-1], smooth is not None
         more = (each for each in (smooth, None if weight is None else input) if each is not None)
@@ -114,7 +121,7 @@ class _Int8Product(_Function):
         dtype, weight_dtype, bias_dtype = ctx.dtypes
         grad, rows = grad.to(dtype), None
         if wants_input:
-            rows = grad @ dequantized_weight(weight_q, weight_scale, dtype, ctx.width)
+            rows = grad @ dequantized_weight(weight_q, weight_scale, dtype, ctx.width, ctx.form)
             rows = (rows / more[0]).to(dtype) if ctx.smoothed else rows
         weight = (_rows(grad).t() @ _rows(more[-1])).to(weight_dtype) if wants_weight else None
         return rows, weight, _summed(grad, bias_dtype) if wants_bias else None, *(None for _ in others)
@@ -129,6 +136,7 @@ def frozen_linear(
     output_element: str | None = None,
     smooth: Tensor | None = None,
     nonfinite: str | None = None,
+    bits: int = 8,
 ) -> Tensor:
     """Return `skuda.torch.linear_dynamic` with gradients of the input and the bias: the frozen int8 base of LoRA.
 
@@ -138,7 +146,7 @@ def frozen_linear(
     Parameters
     ----------
     input : tensor of shape (..., K), f16, bf16, f32 or f64
-    weight_q : tensor of shape (N, K), s8, or packed, u8
+    weight_q : tensor of shape (N, K), s8; of 16 bits, (N, 2, K), s8; or packed, u8
     weight_scale : tensor of shape (N,), f32 or narrower
     bias : tensor of shape (N,), f32 or narrower, optional
     output_element : str, optional
@@ -147,6 +155,8 @@ def frozen_linear(
         Divisors of the input's channels, as `skuda.torch.SmoothedLinear` has them.
     nonfinite : str, optional
         As in `skuda.torch.linear_dynamic`.
+    bits : int
+        8 or 16: those of the codes of the input.
 
     Returns
     -------
@@ -169,7 +179,7 @@ def frozen_linear(
     if weight_scale.requires_grad:
         rule = "be detached: codes are fixed. FakeQuantLinear(learn_scale=True) learns scales"
         raise InvalidProblem("frozen_linear", "weight_scale", "a tensor that requires grad", rule)
-    how = output_element, nonfinite
+    how = output_element, nonfinite, *_kinds("frozen_linear", input, weight_q, weight_scale, bits)
     found: Tensor = _Int8Product.apply(input, None, bias, weight_q, weight_scale, smooth, None, None, *how)
     return found
 
@@ -187,7 +197,7 @@ def coded_linear(
     ----------
     rows : tensor of shape (..., K), f16, bf16, f32 or f64
         The rows before quantization. Only their dtype and their graph are used.
-    codes : tensor of shape (..., K), s8
+    codes : tensor of shape (..., K), s8; of 16 bits, (..., 2 K), s8
     scale : tensor of shape (...), f32
         Real units per code of each row.
     weight_q, weight_scale, bias
@@ -201,7 +211,9 @@ def coded_linear(
     ------
     As in `frozen_linear`.
     """
-    found: Tensor = _Int8Product.apply(rows, None, bias, weight_q, weight_scale, None, codes, scale, None, None)
+    bits = 8 if codes.shape == rows.shape else 16
+    how = None, None, *_kinds("coded_linear", rows, weight_q, weight_scale, bits)
+    found: Tensor = _Int8Product.apply(rows, None, bias, weight_q, weight_scale, None, codes, scale, *how)
     return found
 
 
@@ -213,6 +225,7 @@ def mixed_linear(
     weight_scale: Tensor,
     *,
     output_element: str | None = None,
+    bits: int = 8,
 ) -> Tensor:
     """Return `skuda.torch.linear_dynamic` for the codes of a weight, with gradients in the input's dtype.
 
@@ -228,11 +241,11 @@ def mixed_linear(
     weight : tensor of shape (N, K)
         The weight that was quantized. Only its gradient is computed.
     bias : tensor of shape (N,), f32 or narrower, optional
-    weight_q : tensor of shape (N, K), s8
+    weight_q : tensor of shape (N, K), s8; of 16 bits, (N, 2, K), s8
         Codes of `weight`.
     weight_scale : tensor of shape (N,), f32
         Scales of the codes.
-    output_element : str, optional
+    output_element, bits
         As in `frozen_linear`.
 
     Returns, Raises
@@ -241,7 +254,7 @@ def mixed_linear(
     """
     _check_element("mixed_linear", output_element)
     check_tensors("mixed_linear", input=input, weight=weight, weight_q=weight_q, weight_scale=weight_scale)
-    how = output_element, "propagate"
+    how = output_element, "propagate", *_kinds("mixed_linear", input, weight_q, weight_scale, bits)
     found: Tensor = _Int8Product.apply(input, weight, bias, weight_q, weight_scale, None, None, None, *how)
     return found
 
@@ -251,15 +264,33 @@ def _check_element(subject: str, element: object) -> None:
         raise InvalidProblem(subject, "output_element", shown(element), "be the name of an element, such as 'f32'")
 
 
-def row_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return symmetric s8 codes of rows (..., K), and their scales (...).
+def _kinds(
+    subject: str, input: Tensor, weight_q: Tensor, weight_scale: Tensor, bits: object
+) -> tuple[int, WeightFormat]:
+    """Return the bits of the codes of rows, and the format of a weight."""
+    form = format_of(subject, weight_q, len(weight_scale), input.shape[-1])
+    return checked_bits(subject, "bits", bits, form), form
+
+
+def checked_bits(subject: str, field: str, bits: object, form: WeightFormat) -> int:
+    """Return the bits of an activation's codes; raise `InvalidProblem` if they do not go with a format of weights."""
+    if type(bits) is not int or bits not in CODES_OF:
+        raise InvalidProblem(subject, field, shown(bits), f"be {' or '.join(map(str, CODES_OF))}")
+    if form.element.is_split and bits != 16:
+        rule = "be 16 beside weights of 16 bits, which multiply activations of 16 bits"
+        raise InvalidProblem(subject, field, str(bits), rule)
+    return bits
+
+
+def row_codes(rows: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
+    """Return symmetric codes of rows (..., K), s8, and their scales (...). Those of 16 bits are (..., 2 K).
 
     A row with a NaN has the scale NaN, and one with an infinity an infinite scale. Both show in the result, as in a
     float layer, and the host need not wait for the device.
     """
     if not torch.compiler.is_exporting():  # an exported program must refuse gradients, and not leave them out
         rows = rows.detach()
-    codes, scale, _ = torch.ops.skuda.dynamic_range.default(rows, **CODES)
+    codes, scale, _ = torch.ops.skuda.dynamic_range.default(rows, **CODES_OF[bits])
     if rows.shape[-1]:
         scale = torch.where(rows.amax(-1).isnan(), torch.nan, scale)
     return codes, scale
@@ -432,15 +463,18 @@ def dequantized_weight(
 
 
 def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes of shape (..., K) times scales of shape (...), in a dtype.
+    """Return codes of shape (..., K), s8 or s16, times scales of shape (...), in a dtype.
 
     Raises
     ------
     InvalidProblem
         For a bad argument.
     """
+    step = scale.to(_compute(dtype))
+    if codes.dtype is torch.int16:
+        return (codes.to(step.dtype) * step.unsqueeze(-1)).to(dtype)
     found: Tensor = torch.ops.skuda.dequantize_per_token.default(
-        codes, scale.to(_compute(dtype)), _zeros(scale), output_element=str(element_of(dtype))
+        codes, step, _zeros(scale), output_element=str(element_of(dtype))
     )
     return found
 

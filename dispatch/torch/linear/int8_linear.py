@@ -34,6 +34,7 @@ from skuda.torch.linear.activation import (
     Tensors,
     checked_vector,
 )
+from skuda.torch.linear.autograd import checked_bits
 from skuda.torch.linear.dequantized_weight import CodedLayer, DequantizedWeight, codes_in
 from skuda.torch.linear.split import Split
 from skuda.torch.ops.tensor_op import OPS, check_tensors, launched, refuse_other, run_module
@@ -48,7 +49,7 @@ class Int8Linear(CodedLayer):
     Parameters
     ----------
     weight : tensor
-        Codes of one of `skuda.torch.formats`: s8 of shape (N, K), or packed, u8.
+        Codes of one of `skuda.torch.formats`: s8 of shape (N, K); of 16 bits, (N, 2, K); or packed, u8.
     weight_scale : tensor of shape (N,) or (N, 1), f32 or narrower
         Real units per code of each output channel.
     bias : tensor of shape (N,), f32 or narrower, optional
@@ -116,6 +117,8 @@ class Int8Linear(CodedLayer):
         """Take an activation. `hold` takes its buffers."""
         codes = self._buffers["weight"]
         assert codes is not None
+        if self.format.element.is_split:
+            checked_bits(type(self).__name__, "bits of activations", activation.element.bits, self.format)
         self.activation = activation
         self.family = (repr(activation), self.out_features, self.in_features, *codes.shape)
 
@@ -284,8 +287,9 @@ class Int8Linear(CodedLayer):
 
     def product(self, op: str, key: Hashable, tensors: Tensors, fields: Mapping[str, Any]) -> Tensor:
         """Call an op with tensors of this layer. The key tells the call from others with other fields or shapes."""
+        tensors = self.operands(tensors)
         found: Tensor | None = launched(key, *tensors)
-        found = run_module(op, key, self.operands(tensors), fields) if found is None else found
+        found = run_module(op, key, tensors, {**fields, **self.format.fields}) if found is None else found
         assert found is not None
         return found
 
@@ -302,7 +306,8 @@ class Int8Linear(CodedLayer):
         dtype = how.rows_dtype(input.dtype)
         rows = input if dtype is input.dtype else torch.empty(input.shape, dtype=dtype, device="meta")
         tensors = self.operands(how.tensors(rows, self.held))
-        return how.op, dict(zip(OPS[how.op].names, tensors, strict=False)) | how.fields(input.dtype)
+        arguments = dict(zip(OPS[how.op].names, tensors, strict=False))
+        return how.op, arguments | how.fields(input.dtype) | dict(self.format.fields)
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
         """Explain the choice of the kernel for an input.
@@ -331,20 +336,23 @@ class Int8Linear(CodedLayer):
             kernel = self.explain().chosen
         except SkudaError:
             kernel = None
-        return f"{sizes}{self.format.text()}, kernel={kernel or 'none here'}"
+        return f"{sizes}{self.format.text()}{self.activation.text()}, kernel={kernel or 'none here'}"
 
 
 class DynamicLinear(Int8Linear):
     """W8A8 with symmetric codes -127..127 and a scale per row of the input, which is computed at run time.
 
-    The codes may be those of 4-bit weights, packed. The result has the bits of the same codes in 8 bits.
+    The codes may be those of 4-bit weights, packed. The result has the bits of the same codes in 8 bits. With the
+    activation ``PerRow(bits=16)``, codes of the input are -32639..32639, and those of the weight may be, too.
 
     The gradient of the input goes through the dequantized weight, for the frozen base of LoRA; see
     `skuda.torch.linear.autograd.frozen_linear`. The codes get no gradient.
     """
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, quantize: Quantizer = TO_INT8) -> Self:
+    def from_linear(
+        cls, linear: nn.Linear, quantize: Quantizer = TO_INT8, activation: ActivationQuant | None = None
+    ) -> Self:
         """Quantize the weight of a layer, by default to 8 bits: symmetrically, with a scale per output channel.
 
         Raises
@@ -354,7 +362,7 @@ class DynamicLinear(Int8Linear):
         """
         check_linear(cls.__name__, linear)
         given = {"dtype": linear.weight.dtype, "in_features": linear.in_features}
-        return cls(*quantize(linear.weight), linear.bias, **given)
+        return cls(*quantize(linear.weight), linear.bias, **given, activation=activation)
 
     def act(self, activation: ActivationQuant) -> None:
         """Take an activation whose op takes the rows as they are, as `forward` does."""
@@ -519,14 +527,17 @@ def layer_of(
     *,
     dtype: torch.dtype | None,
     in_features: int,
+    bits: int = 8,
     **buffers: Tensor | None,
 ) -> Int8Linear:
     """Return the layer for the buffers that are given beside weight, scale and bias.
 
-    With `input_scale` it is a `StaticLinear`, with `smooth` alone a `SmoothedLinear`, and else a `DynamicLinear`.
+    With `input_scale` it is a `StaticLinear`, with `smooth` alone a `SmoothedLinear`, and else a `DynamicLinear`. Only
+    the last has activations of 16 `bits`.
     """
     given: Any = {name: each for name, each in buffers.items() if each is not None}
     kind: Any = StaticLinear if "input_scale" in given else SmoothedLinear if given else DynamicLinear
+    given |= {} if bits == 8 else {"activation": PerRow(bits=bits)}
     made: Int8Linear = kind(weight, weight_scale, bias, **given, dtype=dtype, in_features=in_features)
     return made
 
@@ -574,8 +585,10 @@ def propagating(layer: nn.Module) -> nn.Module:
 
 
 def kind_of(layer: nn.Module) -> str:
-    """Return the class of a layer, and whether it propagates, in words."""
-    return type(layer).__name__ + (", nonfinite='propagate'" if propagates(layer) else "")
+    """Return the class of a layer, bits if they are 16, and whether it propagates, in words."""
+    how = layer.activation.text() if isinstance(layer, Int8Linear) else ""
+    bits = layer.format.text() + how if how and isinstance(layer, Int8Linear) else ""
+    return type(layer).__name__ + bits + (", nonfinite='propagate'" if propagates(layer) else "")
 
 
 def check_linear(subject: str, linear: object) -> None:

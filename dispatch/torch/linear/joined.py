@@ -22,7 +22,7 @@ class Quantized(NamedTuple):
 
     Attributes
     ----------
-    codes : tensor of shape (..., K), s8
+    codes : tensor of shape (..., K), s8; of 16 bits, (..., 2 K)
     scale : tensor of shape (...)
         Real units per code of each row.
     dtype : dtype
@@ -41,13 +41,15 @@ def product(linear: Int8Linear, rows: Quantized) -> Tensor:
     """Return the output of a layer, of shape (..., N), for rows that are quantized already."""
     codes, scale, dtype, original = rows
     if original is not None:
-        return coded_linear(original, codes, scale, linear.operand, linear.weight_scale.view(-1), linear.bias)
+        return coded_linear(original, codes, scale, linear.weight_q, linear.weight_scale.view(-1), linear.bias)
     key, held = (linear.family, dtype, codes.shape, "rows"), linear._buffers.get  # noqa: SLF001  attributes are slow in torch
     found: Tensor | None = launched(key, codes, held("weight"), scale, None, held("weight_scale"), None, held("bias"))
     if found is not None:
         return found
     tensors = codes, linear.held("weight"), scale, None, linear.held("weight_scale"), None, linear.held("bias")
     fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
+    if linear.activation.element.is_split:
+        fields["activation_element"] = str(linear.activation.element)
     return linear.product("scaled_linear", key, tensors, fields)
 
 
@@ -83,12 +85,11 @@ class JoinedLinear(DynamicLinear):
         """
         weight = layers[0].format.join([one.weight_q for one in layers])
         scale, biases = torch.cat([one.weight_scale for one in layers]), [one.bias for one in layers]
-        sizes = tuple(one.out_features for one in layers)
-        same = {"dtype": layers[0].weight_dtype, "in_features": layers[0].in_features}
+        sizes, activation = tuple(one.out_features for one in layers), layers[0].activation
+        same = {"dtype": layers[0].weight_dtype, "in_features": layers[0].in_features, "activation": activation}
         bias = None if layers[0].bias is None else torch.cat([each for each in biases if each is not None])
         joined = cls(weight, scale, bias, sizes=sizes, **same)
         joined.train(layers[0].training)
-        joined.act(layers[0].activation)
         return joined
 
 
@@ -174,8 +175,9 @@ class Part(CodedLayer):
             whole = f"of shape [..., {joined.in_features}]" if joined.split is None else "of a whole layer"
             rule = f"be the output of the joined layer, or an input {whole}"
             raise InvalidProblem("Part", "input", f"of shape {list(input.shape)}", rule)
-        held = self.operand, self.weight_scale.view(-1), self.bias
-        return frozen_linear(autocast(input), *held, nonfinite=joined.nonfinite)
+        held = self.weight_q, self.weight_scale.view(-1), self.bias
+        bits = joined.activation.element.bits
+        return frozen_linear(autocast(input), *held, nonfinite=joined.nonfinite, bits=bits)
 
     def extra_repr(self) -> str:
         """Return the place in the joined layer."""

@@ -138,7 +138,7 @@ class Split:
             return torch.as_tensor(self.group.gather(held, 0, self.columns))
         parts = [form.lengths(self.axis, sizes) if name == "weight" else sizes for sizes in self.parts]
         if self.axis == "k" and name == "weight":
-            return torch.as_tensor(self.group.gather(held, 1, parts[0]))
+            return torch.as_tensor(self.group.gather(held, form.k_axis, parts[0]))
         if self.axis == "k" or name not in ("weight", "weight_scale", "bias"):
             return held
         pieces = zip(held.split([sizes[self.group.rank] for sizes in parts]), parts, strict=True)

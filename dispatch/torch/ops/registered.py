@@ -223,7 +223,7 @@ def linear_dynamic(
     """
     given = (input, weight_q, weight_scale, None, bias)
     fields = {"epilogue": epilogue, "output_element": output_element, "nonfinite": nonfinite}
-    return _called("quantized_linear", given, **fields)
+    return called("quantized_linear", given, **fields)
 
 
 def linear_scaled(
@@ -322,16 +322,16 @@ def linear_codes(
 
 
 def _scaled(*given: torch.Tensor | None, **fields: str | None) -> torch.Tensor:
-    return _called("scaled_linear", given, **fields)
+    return called("scaled_linear", given, **fields)
 
 
-def _called(name: str, given: tuple[torch.Tensor | None, ...], **fields: str | None) -> torch.Tensor:
+def called(name: str, given: tuple[torch.Tensor | None, ...], **fields: str | int | None) -> torch.Tensor:
     """Call an op. Of an argument that is no tensor, torch itself would raise an error of its schema."""
     try:
         found: torch.Tensor = getattr(torch.ops.skuda, name).default(*given, **fields)
     except (RuntimeError, TypeError):
         for field, text in fields.items():
-            if text is not None and not isinstance(text, str):
+            if text is not None and not isinstance(text, str) and field not in ("q_min", "q_max"):
                 raise InvalidProblem(name, field, shown(text), "be a string, or left out") from None
         for argument, value in zip(OPS[name].names, given, strict=False):
             if value is not None or argument in OPS[name].always:

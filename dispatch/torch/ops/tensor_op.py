@@ -19,6 +19,7 @@ from skuda.dispatch.select.fields import Fields
 from skuda.functional import LAUNCHES, default_dispatcher
 from skuda.registry.argument import Argument, DeclaredAxis, Role, storage_shape
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.torch.ops.dtypes import torch_dtype
@@ -124,15 +125,19 @@ class TensorOp:
         self.state = frozenset(argument.name for argument in self.inputs if argument.role is Role.STATE)
         self._several = op.descriptor.result is not None
         self._varies = not {a.name for a in self.outputs} <= always
-        packed = {a.name for case in op.cases for a in case.problem.arguments() if a.elements[0].is_packed}
-        # Fields that follow from a tensor that every call has, that is not packed and whose axes mean one thing.
+        seen = [(a.name, a.elements[0]) for case in op.cases for a in case.problem.arguments()]
+        packed = {name for name, element in seen if element.is_packed}
+        # Fields that follow from a tensor that every call has, that is not packed and whose axes mean one thing. The
+        # dtype of one in halves does not tell its element.
         axes = {name: {len(a.shape) for a in op.descriptor.signature if a.name == name} for name in self.names}
         shows = {name for name in always.intersection(self.names) - packed if len(axes[name]) == 1}
+        tells = shows - {name for name, element in seen if element.is_split}
         left_out = {"op", *(f"has_{name}" for name in self.names)}
         self._types = {
             name: self._type(name, info)
             for name, info in op.descriptor.model_fields.items()
-            if name not in left_out and not shows.intersection(self._fields.sources(name))
+            if name not in left_out
+            and not (tells if info.annotation is ElementKind else shows).intersection(self._fields.sources(name))
         }
         self._listed = _LIST in self._types.values()
         # The field that counts rows: the first size of a matrix.

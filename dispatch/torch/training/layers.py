@@ -8,6 +8,7 @@ as for `torch.nn.Linear`: cast the model, or use autocast.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.torch.formats import INT8, Quantizer, WeightFormat, quantizer
 from skuda.torch.formats.int8 import Q_MAX, quantized_weight
+from skuda.torch.linear.activation import PER_ROW, PerRow, per_row
 from skuda.torch.linear.autograd import fake_quantize, mixed_linear, round_rows, row_codes
 from skuda.torch.linear.int8_linear import DynamicLinear, StaticLinear, autocast, check_linear
 from skuda.torch.models.replaceable_layers import check_model
@@ -232,6 +235,10 @@ class MixedLinear(_SharedLinear):
     ----------
     linear : torch.nn.Linear
         The layer whose parameters are trained.
+    form : WeightFormat
+        The format of the weight's codes, of 8 or 16 bits.
+    activation : PerRow
+        The codes of inputs.
 
     Raises
     ------
@@ -240,14 +247,21 @@ class MixedLinear(_SharedLinear):
         of another width.
     """
 
+    form: WeightFormat = INT8
+    activation: PerRow = PER_ROW
     output_element: str | None = None
     """Element of the output, if it is not that of the input."""
+
+    def __init__(self, linear: nn.Linear, form: WeightFormat = INT8, activation: PerRow = PER_ROW) -> None:
+        super().__init__(linear)
+        self.form, self.activation = form, activation
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K)."""
         self._check_export()
-        given = self._taken(input), self.weight, self.bias, *row_codes(self.weight)
-        return mixed_linear(*given, output_element=self.output_element)
+        codes, scale = row_codes(self.weight, self.form.element.bits)
+        given = self._taken(input), self.weight, self.bias, codes.view(self.form.shape(*self.weight.shape)), scale
+        return mixed_linear(*given, output_element=self.output_element, bits=self.activation.bits)
 
     def to_int8(self) -> DynamicLinear:
         """Return the int8 layer. It gives the bits of this layer.
@@ -257,10 +271,14 @@ class MixedLinear(_SharedLinear):
         InvalidProblem
             If the weight is not finite.
         """
-        return DynamicLinear.from_linear(self)
+        return DynamicLinear.from_linear(self, Quantizer(self.form), self.activation)
+
+    def extra_repr(self) -> str:
+        """Return the sizes, and what has 16 bits."""
+        return f"{super().extra_repr()}{self.form.text()}{self.activation.text()}"
 
 
-class _Training:
+class _Training(ABC):
     """A config of `quantize_` for training."""
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
@@ -274,8 +292,8 @@ class _Training:
         _check_layer(type(self).__name__, name, linear)
         return self._made(name, linear)
 
-    def _made(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  for errors
-        return MixedLinear(linear)
+    @abstractmethod
+    def _made(self, name: str, linear: nn.Linear) -> nn.Module: ...
 
 
 @dataclass(frozen=True)
@@ -311,7 +329,36 @@ class FakeQuant(_Training):
 
 @dataclass(frozen=True)
 class Mixed(_Training):
-    """Config of `quantize_` for training with int8 products: layers become `MixedLinear`."""
+    """Config of `quantize_` for training with int8 products: layers become `MixedLinear`.
+
+    Parameters
+    ----------
+    weights : {"int8", "int16"}
+        The codes of weights, as in `skuda.torch.Dynamic`.
+    activations : {"int8", "int16"}
+        The codes of inputs, as there.
+
+    Raises
+    ------
+    InvalidProblem
+        For an invalid value, and for weights of 16 bits beside activations of 8.
+    """
+
+    weights: str = "int8"
+    activations: str = "int8"
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("int8", "int16"):
+            raise InvalidProblem("Mixed", "weights", shown(self.weights), "be 'int8' or 'int16'")
+        _ = self._how
+
+    @property
+    def _how(self) -> tuple[WeightFormat, PerRow]:
+        form = quantizer("Mixed", self.weights).format
+        return form, per_row("Mixed", self.activations, form)
+
+    def _made(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  for errors
+        return MixedLinear(linear, *self._how)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
