@@ -1,19 +1,21 @@
 """The product of a layer of which each rank holds columns, with the bits of one rank.
 
-Ranks exchange what is exact: the largest magnitude of each row, so that all use the scale of the whole row, and the s32
-sums of codes. Each rounds the whole sums once. `skuda.torch.RowLinear` does the same in chunks that overlap; an engine
+Ranks exchange what is exact: the largest magnitude of each row, so that all use the scale of the whole row, and sums
+of codes. Each rounds the whole sums once. `skuda.torch.RowLinear` does the same in chunks that overlap; an engine
 compiles the layer into a graph, where there is one chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from skuda.torch.formats.int8 import CODES
+from skuda.kernels.linear.problem import sums_of
+from skuda.torch.linear.activation import PER_ROW, PerRow
 from skuda.torch.ops.dtypes import element_of
 
 Reduce = Callable[[Tensor, Literal["max", "sum"]], Tensor]
@@ -31,7 +33,8 @@ def product_of_columns(
     input_scale: Tensor | None = None,
     zero: Tensor | None = None,
     zero_point: Tensor | None = None,
-    nonfinite: str | None = None,
+    activation: PerRow = PER_ROW,
+    fields: Mapping[str, str] = MappingProxyType({}),
     largest: Tensor | None = None,
 ) -> Tensor:
     """Return the whole output, (M, N), in the dtype of the input, on every rank for its columns of the input.
@@ -50,21 +53,24 @@ def product_of_columns(
         A fixed scale of the input; without it rows have their own.
     zero, zero_point : tensors of one element, s32, optional
         Beside a fixed scale: a zero for a symmetric input, or its code of 0.
-    nonfinite : str, optional
-        As in `skuda.torch.linear_dynamic`.
+    activation : PerRow
+        Without a fixed scale: the bits of the codes, and what a NaN does.
+    fields : mapping of str to str
+        Those of the weight's format; see `skuda.torch.formats.weight.WeightFormat`.
     largest : tensor of shape (M, 1), f32, optional
         What the op `amax` returns for the rows, if it is known.
     """
     ops, of_channels = torch.ops.skuda, None
     if input_scale is None:
-        largest = reduce(ops.amax.default(rows, nonfinite=nonfinite) if largest is None else largest, "max")
-        codes, scale = ops.amax_quantize.default(rows, largest, **CODES)
+        largest = reduce(activation.maxima(rows) if largest is None else largest, "max")
+        codes, scale = activation.coded(rows, largest)
     else:
         scale, at = input_scale, zero if zero_point is None else zero_point
         codes = ops.quantize_per_tensor.default(rows, scale, at, q_min=-128, q_max=127, output_element="s8")
     if zero_point is not None:  # a row of ones gives the sums of the weight's rows, with the same exchange
         codes = torch.cat((codes, codes.new_ones(1, codes.shape[1])))
-    sums = reduce(ops.scaled_linear.default(codes, weight, n=weight_scale.shape[0], output_element="s32"), "sum")
+    of_sums = {"output_element": str(sums_of(activation.element)), **activation.given, **fields}
+    sums = reduce(ops.scaled_linear.default(codes, weight, n=weight_scale.shape[0], **of_sums), "sum")
     if zero_point is not None:
         sums, of_channels = sums[:-1], sums[-1]
     scope = "token" if input_scale is None else "tensor"

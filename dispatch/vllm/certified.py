@@ -74,7 +74,7 @@ class EngineWay:
 
 
 def ways_of(
-    model: Any, floats: Any, folder: str, *, prompts: int | None, ranks: int, seed: int, batch: int
+    model: Any, floats: Any, folder: str, *, codes: str, prompts: int | None, ranks: int, seed: int, batch: int
 ) -> dict[str, EngineWay]:
     """Save a model in floating point, and return the ways of the engines that serve it.
 
@@ -83,6 +83,8 @@ def ways_of(
     model, floats : PreTrainedModel
         The exact model of torch, and the one that it was made from.
     folder : str
+    codes : {"int8", "int16"}
+        Those of weights and of inputs.
     prompts : int or None
         The first of those that `certify` draws, or all.
     ranks : int
@@ -98,7 +100,8 @@ def ways_of(
     if max(certificate.LENGTHS[:prompts]) < PAGE + 2:
         raise InvalidProblem("certify", "prompts", str(prompts), f"have one of more than {PAGE + 1} tokens for vLLM")
     floats.save_pretrained(folder)
-    job = {"seed": seed, "batch": batch, "path": folder, "dtype": str(floats.dtype).removeprefix("torch.")}
+    dtype = str(floats.dtype).removeprefix("torch.")
+    job = {"seed": seed, "batch": batch, "path": folder, "dtype": dtype, "codes": codes}
     every: list[tuple[tuple[str, ...], dict[str, int]]] = [((ALONE, BATCH, WARM), {})]
     every += [((CHUNKS,), {"max_num_batched_tokens": _CHUNK})]
     every += [((f"vLLM on {ranks} ranks",), {"tensor_parallel_size": ranks})] if ranks > 1 else []
@@ -109,7 +112,7 @@ def ways_of(
     return found
 
 
-def options(path: str, dtype: str, longest: int) -> dict[str, Any]:
+def options(path: str, dtype: str, longest: int, codes: str = "int8") -> dict[str, Any]:
     """Return the options of vLLM's `LLM` for an exact model of a floating checkpoint.
 
     Parameters
@@ -120,13 +123,16 @@ def options(path: str, dtype: str, longest: int) -> dict[str, Any]:
         That of both sides.
     longest : int
         The most tokens of a request.
+    codes : {"int8", "int16"}
+        Those of weights and of inputs.
     """
+    described = {"quant_method": NAME, "exact": True, "weights": codes, "activations": codes}
     return {
         "model": path,
         "skip_tokenizer_init": True,
         "dtype": dtype,
         "max_model_len": longest + 1,
-        "hf_overrides": {"quantization_config": {"quant_method": NAME, "exact": True}},
+        "hf_overrides": {"quantization_config": described},
         "enable_prefix_caching": True,
         "max_num_seqs": _CHUNK,
         # Beside a model of torch on the same card: a cache of this size, whatever is free.
@@ -136,7 +142,15 @@ def options(path: str, dtype: str, longest: int) -> dict[str, Any]:
 
 
 def serve(
-    prompts: Sequence[Prompt], *, path: str, dtype: str, names: Sequence[str], seed: int, batch: int, more: Any
+    prompts: Sequence[Prompt],
+    *,
+    path: str,
+    dtype: str,
+    codes: str,
+    names: Sequence[str],
+    seed: int,
+    batch: int,
+    more: Any,
 ) -> dict[str, Any]:
     """Start an engine in this process, which does nothing else, and return what it computes.
 
@@ -144,7 +158,7 @@ def serve(
     ----------
     prompts : sequence of sequence of int
         Ids, two or more of each.
-    path, dtype
+    path, dtype, codes
         As in `options`, beside which there are `more`.
     names : sequence of str
         The ways.
@@ -165,7 +179,7 @@ def serve(
     vllm_in_this_process()
     try:
         vllm: Any = import_module("vllm")
-        llm = vllm.LLM(**options(path, dtype, max(map(len, prompts))), **more)
+        llm = vllm.LLM(**options(path, dtype, max(map(len, prompts)), codes), **more)
         runs: dict[str, Any] = {ALONE: _alone, WARM: _warm}
         ways = {name: runs.get(name, _batched)(llm, prompts, np.random.default_rng(seed), batch) for name in names}
         weights = {} if "tensor_parallel_size" in more else llm.apply_model(weights_of)[0]

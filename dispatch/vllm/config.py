@@ -21,7 +21,8 @@ from skuda.dispatch.system.interrupts import held_back
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.formats import INT8, Quantizer, quantizer
-from skuda.torch.hf.scheme import ActivationScheme, Scheme
+from skuda.torch.hf.scheme import Scheme
+from skuda.torch.linear.activation import per_row
 from skuda.vllm.status import NAME
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class SkudaVllmConfig(QuantizationConfig):
     exact : bool
         Whether everything from the linear layers to the tokens must be exact; includes the head. See
         `skuda.vllm.exact`.
-    weights, group_size
-        The format of the weights of linear layers, as in `skuda.torch.Dynamic`.
+    weights, group_size, activations
+        The format of the weights of linear layers, and the codes of their inputs, as in `skuda.torch.Dynamic`.
     formats : mapping of str to Quantizer, optional
         Those of the layers of a checkpoint that has several, by name.
 
@@ -74,6 +75,7 @@ class SkudaVllmConfig(QuantizationConfig):
         exact: bool = False,
         weights: str = "int8",
         group_size: int = 128,
+        activations: str = "int8",
         formats: Mapping[str, Quantizer] = MappingProxyType({}),
     ) -> None:
         # It is not imported with the plug-in: vLLM imports it where it is ready to.
@@ -83,6 +85,7 @@ class SkudaVllmConfig(QuantizationConfig):
 
         super().__init__()
         self.quantize, self.formats = quantizer("quantization_config", weights, group_size), dict(formats)
+        self.bits = per_row("quantization_config", activations, self.quantize.format).bits
         self._saved = bool(formats) or (described is not None and self.quantize.format != INT8)
         if described is None:
             described = _coded(("Linear",), ("lm_head", *ignore))
@@ -115,9 +118,9 @@ class SkudaVllmConfig(QuantizationConfig):
         Parameters
         ----------
         config : dict
-            That of compressed-tensors, or of a checkpoint of skuda with 4-bit weights; or ``{"quant_method": "skuda",
-            "ignore": [...], "weights": "int4", "group_size": 128}`` for a floating checkpoint. All may have ``"head":
-            True`` or ``"exact": True``.
+            That of compressed-tensors, or of a checkpoint of skuda with weights of 4 or 16 bits; or ``{"quant_method":
+            "skuda", "ignore": [...], "weights": "int4", "group_size": 128, "activations": "int16"}`` for a floating
+            checkpoint. All may have ``"head": True`` or ``"exact": True``.
 
         Raises
         ------
@@ -133,14 +136,15 @@ class SkudaVllmConfig(QuantizationConfig):
         if config.get("quant_method") != NAME:
             return cls(others, **switches)
         if "config_groups" in config:
-            described, formats = _of_skuda(others)
+            described, formats, activations = _of_skuda(others)
             if len({*formats.values()}) > 1:
-                return cls(described, **switches, formats=formats)
+                return cls(described, **switches, formats=formats, activations=activations)
             one = next(iter(formats.values()))
-            return cls(described, **switches, weights=one.format.name, group_size=one.group_size)
-        options = {name: others.pop(name) for name in ("weights", "group_size") if name in others}
+            how: Any = {"weights": one.format.name, "group_size": one.group_size, "activations": activations}
+            return cls(described, **switches, **how)
+        options = {name: others.pop(name) for name in ("weights", "group_size", "activations") if name in others}
         for field in others.keys() - {"quant_method", "ignore"}:
-            known = "ignore, weights, group_size, head and exact"
+            known = "ignore, weights, group_size, activations, head and exact"
             _refuse(field, config[field], f"be left out: with quant_method skuda there are only {known}")
         return cls(ignore=tuple(config.get("ignore") or ()), **switches, **options)
 
@@ -185,7 +189,7 @@ class SkudaVllmConfig(QuantizationConfig):
                 self._check_exact(layer, prefix)
                 return UnquantizedLinearMethod()
             layer.scheme = scheme
-            return SkudaLinearMethod(checkpoint, self._quantizer(prefix))
+            return SkudaLinearMethod(checkpoint, self._quantizer(prefix), self.bits)
         if isinstance(layer, RoutedExperts):
             self._check_exact(layer, prefix)
             self._check_experts(layer, prefix)
@@ -196,8 +200,8 @@ class SkudaVllmConfig(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding) and self.head:
             quantize = self.formats.get("lm_head", self.quantize)
             if is_tied():
-                return SkudaTiedMethod(quantize)
-            return SkudaHeadMethod(quantize) if is_head else None
+                return SkudaTiedMethod(quantize, self.bits)
+            return SkudaHeadMethod(quantize, self.bits) if is_head else None
         return None
 
     def _quantizer(self, prefix: str) -> Quantizer:
@@ -260,8 +264,8 @@ def _coded(targets: tuple[str, ...], ignore: tuple[str, ...]) -> dict[str, Any]:
     return {"quant_method": CHECKPOINT, "format": "int-quantized", "ignore": list(ignore), "config_groups": groups}
 
 
-def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Quantizer]]:
-    """Return the description of one of skuda's own checkpoints, and the formats of weights by target."""
+def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Quantizer], str]:
+    """Return the description of one of skuda's own checkpoints, the formats of weights by target, and activations."""
     scheme = Scheme.parse("quantization_config", config)
     formats = {
         target: quantizer("quantization_config", group.stored.name, group.stored.group_size or 128)
@@ -269,14 +273,15 @@ def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Quan
         for target in group.targets
     }
     several = len(scheme.groups) > 1
-    dynamic = all(
-        group.activation is ActivationScheme.DYNAMIC and (group.stored.own or (several and not group.stored.converts))
+    how = scheme.groups[0].activation
+    dynamic = how.dynamic and all(
+        group.activation is how and (group.stored.own or not (group.stored.converts or (how.bits == 8 and not several)))
         for group in scheme.groups
     )
     if "Conv1D" in formats or not dynamic or (several and any(target.startswith("re:") for target in formats)):
-        rule = "have linear layers with packed 4-bit weights and dynamic activations, or several groups of named layers"
+        rule = "have linear layers with weights and dynamic activations as skuda.torch saves them, all alike or by name"
         _refuse("config_groups", config["config_groups"], f"{rule}: vLLM has no others")
-    return _coded(tuple(formats), scheme.ignore), formats
+    return _coded(tuple(formats), scheme.ignore), formats, f"int{how.bits}"
 
 
 def _check(config: Mapping[str, Any]) -> None:

@@ -55,11 +55,11 @@ class ExactDecoderLayer(nn.Module):
         """
         del positions
         attention, mlp = self.self_attn, self.mlp
-        codes, scale, residual = _coded(self.input_layernorm, hidden_states, residual)
+        codes, scale, residual = _coded(self.input_layernorm, attention.qkv_proj, hidden_states, residual)
         qkv = _kernel(attention.qkv_proj).product(attention.qkv_proj, codes, scale, hidden_states.dtype)
         q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         hidden_states, _ = attention.o_proj(attention.attn(q, k, v))
-        codes, scale, residual = _coded(self.post_attention_layernorm, hidden_states, residual)
+        codes, scale, residual = _coded(self.post_attention_layernorm, mlp.gate_up_proj, hidden_states, residual)
         gate_up = _kernel(mlp.gate_up_proj).product(mlp.gate_up_proj, codes, scale, hidden_states.dtype)
         return _kernel(mlp.down_proj).gated(mlp.down_proj, gate_up), residual
 
@@ -78,9 +78,9 @@ def _kernel(layer: Any) -> Any:
     return layer.scheme.kernel
 
 
-def _coded(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes and scales of normalized rows, and the sum that was normalized."""
-    fields = {"eps": norm.variance_epsilon, **PROPAGATE, **CODES}
+def _coded(norm: Any, layer: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of normalized rows that a layer takes, their scales, and the sum that was normalized."""
+    fields = {"eps": norm.variance_epsilon, **PROPAGATE, **_kernel(layer).activation.codes}
     codes, scale, *total = torch.ops.skuda.rms_norm_quantize.default(x, residual, norm.weight, **fields)
     return codes, scale, total[0] if total else x
 

@@ -21,6 +21,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from skuda.registry.errors import InvalidProblem
 from skuda.serving.preparation import want
 from skuda.torch.formats import TO_INT8, Quantizer, WeightFormat
+from skuda.torch.linear.activation import PerRow
 from skuda.torch.ops.tensor_op import OPS
 from skuda.vllm import loading
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, nonfinite
@@ -35,10 +36,12 @@ class SkudaHeadMethod(QuantizeMethodBase):
     ----------
     quantize : Quantizer
         What quantizes floating weights. Its format is that of the codes.
+    bits : int
+        Those of the codes of hidden states.
     """
 
-    def __init__(self, quantize: Quantizer = TO_INT8) -> None:
-        self.quantize = quantize
+    def __init__(self, quantize: Quantizer = TO_INT8, bits: int = 8) -> None:
+        self.quantize, self.bits = quantize, bits
 
     def create_weights(
         self,
@@ -59,7 +62,7 @@ class SkudaHeadMethod(QuantizeMethodBase):
             If skuda has no kernel for this card.
         """
         del input_size, output_size, weight_loader  # vLLM's asserts that whole units of rows are there
-        self.product = _Product(params_dtype, self.quantize.format)
+        self.product = _Product(params_dtype, self.quantize.format, self.bits)
         codes, scale = self.product.empty(sum(output_partition_sizes), input_size_per_partition)
         for name, value, unit in ((_WEIGHT, codes, self.quantize.format.units["n"]), (_SCALE, scale, 1)):
             parameter = nn.Parameter(value, requires_grad=False)
@@ -84,12 +87,12 @@ class SkudaTiedMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
     Parameters
     ----------
-    quantize : Quantizer
+    quantize, bits
         As in `SkudaHeadMethod`.
     """
 
-    def __init__(self, quantize: Quantizer = TO_INT8) -> None:
-        self.quantize = quantize
+    def __init__(self, quantize: Quantizer = TO_INT8, bits: int = 8) -> None:
+        self.quantize, self.bits = quantize, bits
 
     def create_weights(
         self,
@@ -106,7 +109,7 @@ class SkudaTiedMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
             output_partition_sizes = [0]
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
-        self.product = _Product(params_dtype, self.quantize.format)
+        self.product = _Product(params_dtype, self.quantize.format, self.bits)
         held = self.product.empty(sum(output_partition_sizes), input_size_per_partition)
         for name, value in zip((_CODES, _CODES_SCALE), held, strict=True):
             layer.register_buffer(name, value)  # persistent: a reload of vLLM copies no others
@@ -147,6 +150,8 @@ class _Product:
     dtype : torch.dtype
         That of hidden states.
     form : WeightFormat
+    bits : int
+        Those of the codes of hidden states.
 
     Raises
     ------
@@ -154,11 +159,12 @@ class _Product:
         If skuda has no kernel for this card.
     """
 
-    def __init__(self, dtype: torch.dtype, form: WeightFormat) -> None:
+    def __init__(self, dtype: torch.dtype, form: WeightFormat, bits: int) -> None:
         supported, why = SkudaInt8ScaledMMLinearKernel.is_supported()
         if not supported:
             raise InvalidProblem("quantization_config", "head", "True", f"be left out: {why}, for quantization='skuda'")
-        self.dtype, self.form, self.fields = dtype, form, {"output_element": "f32", "nonfinite": nonfinite()}
+        how = PerRow(nonfinite(), "f32", bits=bits)
+        self.dtype, self.form, self.fields = dtype, form, {**how.fields(dtype), **form.fields}
         config = get_current_vllm_config_or_none()
         # A row for each sequence that gets a token, but for log-probabilities of prompts a row for each token.
         self.most = 1 if config is None else max(1, config.scheduler_config.max_num_batched_tokens)

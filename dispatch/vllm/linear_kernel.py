@@ -19,7 +19,7 @@ from vllm.platforms.interface import PlatformEnum
 
 from skuda.serving.status import missing
 from skuda.torch.formats import INT8, WeightFormat
-from skuda.torch.formats.int8 import CODES
+from skuda.torch.linear.activation import PerRow
 from skuda.torch.ops.dtypes import element_of
 from skuda.vllm import fusion, loading
 
@@ -45,6 +45,8 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
     """
 
     form: WeightFormat
+    activation: PerRow
+    """How the input becomes codes where its scales are dynamic and symmetric."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> CanImplement:
@@ -65,7 +67,7 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
 
     def __init__(self, c: Int8ScaledMMLinearLayerConfig, layer_param_names: Sequence[str]) -> None:
         super().__init__(c, layer_param_names)
-        self.nonfinite, self.form = nonfinite(), INT8
+        self.form, self.activation = INT8, PerRow(nonfinite())
         fusion.add_pass()
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -92,7 +94,8 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         ops, symmetric = torch.ops.skuda, self.config.input_symmetric
         weight = self.form.operand(weight, weight_scale.shape[0], x.shape[-1])
         if symmetric and not self.config.is_static_input_scheme:
-            found: Tensor = ops.quantized_linear.default(x, weight, weight_scale, None, bias, nonfinite=self.nonfinite)
+            how = {**self.activation.fields(x.dtype), **self.form.fields}
+            found: Tensor = ops.quantized_linear.default(x, weight, weight_scale, None, bias, **how)
             return found
         fields = {"q_min": -128, "q_max": 127, "output_element": "s8"}
         if self.config.is_static_input_scheme:
@@ -111,16 +114,18 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
     def product(self, layer: Any, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the output, (M, N), for codes and scales of rows, as ops write them in front of a dynamic layer."""
         weight, weight_scale, *_ = self._get_layer_params(layer)
-        weight = self.form.operand(weight, weight_scale.shape[0], codes.shape[-1])
+        weight = self.form.operand(weight, weight_scale.shape[0], codes.shape[-1] // self.activation.element.halves)
         bias = None if layer.skip_bias_add else layer.bias
+        how = {"output_element": str(element_of(dtype)), **self.activation.given, **self.form.fields}
         found: Tensor = torch.ops.skuda.scaled_linear.default(
-            codes, weight, scale, None, weight_scale, None, bias, output_element=str(element_of(dtype))
+            codes, weight, scale, None, weight_scale, None, bias, **how
         )
         return found
 
     def gated(self, layer: nn.Module, gate_up: Tensor) -> Tensor:
         """Return the output, (M, N), for SiLU of the first half of each row, times the second half."""
-        codes, scale = torch.ops.skuda.silu_mul_quantize.default(gate_up=gate_up, nonfinite=self.nonfinite, **CODES)
+        how = {"nonfinite": self.activation.nonfinite, **self.activation.codes}
+        codes, scale = torch.ops.skuda.silu_mul_quantize.default(gate_up=gate_up, **how)
         return self.product(layer, codes, scale, gate_up.dtype)
 
 

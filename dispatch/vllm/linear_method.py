@@ -2,13 +2,14 @@
 
 A rank with rows of the output channels has the whole input, so it computes what one rank computes. Where ranks hold
 columns of the weight, they exchange what is exact: the largest magnitude of each row, so that all use the scale of the
-whole row, and the s32 sums of codes. Each rounds the whole sums once; vLLM's own reduction after the layer is off. The
+whole row, and the sums of codes. Each rounds the whole sums once; vLLM's own reduction after the layer is off. The
 result has the bits of `quantized_linear`, or `scaled_linear`, on whole tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -46,11 +47,13 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
     config : CompressedTensorsConfig
     quantize : Quantizer
         What quantizes floating weights. Its format is that of the parameters.
+    bits : int
+        Those of the codes of dynamic inputs.
     """
 
-    def __init__(self, config: Any, quantize: Quantizer = TO_INT8) -> None:
+    def __init__(self, config: Any, quantize: Quantizer = TO_INT8, bits: int = 8) -> None:
         super().__init__(config)
-        self.quantize = quantize
+        self.quantize, self.bits = quantize, bits
 
     def create_weights(
         self,
@@ -79,13 +82,14 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
         if not kernel.config.is_channelwise:
             loading.spread_scales(layer, "weight_scale")
         form = kernel.form = self.quantize.format
+        kernel.activation = replace(kernel.activation, bits=self.bits)
         if form != INT8:
             _check_cuts(layer, form, output_partition_sizes, output_size, input_size_per_partition, input_size)
             shape = form.shape(sum(output_partition_sizes), input_size_per_partition)
             # vLLM cuts it as any weight of which it packs so many rows together.
             layer.weight = PackedvLLMParameter(
                 data=torch.empty(shape, dtype=form.dtype, device=layer.weight.device),
-                input_dim=1,
+                input_dim=form.k_axis,
                 output_dim=0,
                 packed_dim=0,
                 packed_factor=form.units["n"],
@@ -93,11 +97,11 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
             )
         loading.accept_floats(layer, "weight", "weight_scale", self.quantize)
         if input_size_per_partition != input_size:
-            _check_split(layer, input_size)
+            _check_split(layer, input_size, self.bits)
             layer.reduce_results = False
             group = parallel_state.get_tp_group().unique_name
             layer.scheme.kernel = _SplitKernel(kernel.config, kernel.layer_param_names, group, input_size)
-            layer.scheme.kernel.form = form
+            layer.scheme.kernel.form, layer.scheme.kernel.activation = form, kernel.activation
 
 
 class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
@@ -115,7 +119,7 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
 
     def gated(self, layer: nn.Module, gate_up: Tensor) -> Tensor:
         """Return the whole output, (M, N), for SiLU of the first half of each row, times the second half."""
-        rows, largest = _OPS.silu_mul_amax.default(gate_up=gate_up, nonfinite=self.nonfinite)
+        rows, largest = _OPS.silu_mul_amax.default(gate_up=gate_up, nonfinite=self.activation.nonfinite)
         return self._whole(layer, rows, largest)
 
     def _whole(self, layer: Any, x: Tensor, largest: Tensor | None = None) -> Tensor:
@@ -130,7 +134,8 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
             input_scale=scale if self.config.is_static_input_scheme else None,
             zero=layer.skuda_zero if self.config.is_static_input_scheme and zero_point is None else None,
             zero_point=zero_point,
-            nonfinite=self.nonfinite,
+            activation=self.activation,
+            fields=self.form.fields,
             largest=largest,
         )
 
@@ -149,7 +154,7 @@ def _check_cuts(layer: nn.Module, form: WeightFormat, parts: Sequence[int], n: i
         _refuse(name, f"a K of {k_of_rank} on a rank", rule)
 
 
-def _check_split(layer: nn.Module, k: int) -> None:
+def _check_split(layer: nn.Module, k: int, bits: int) -> None:
     """Refuse a layer whose ranks hold columns, if they cannot exchange its sums or others expect parts of its output.
 
     Reductions of vLLM that are fused with a norm are turned off. They find none after these layers, and after others
@@ -158,7 +163,7 @@ def _check_split(layer: nn.Module, k: int) -> None:
     name, whole = layer.prefix or type(layer).__name__, "skuda makes the whole output on every rank"
     if not isinstance(layer, RowParallelLinear):
         _refuse(name, f"a {type(layer).__name__} split along K", "be a RowParallelLinear, or be ignored")
-    if k > _LONGEST:
+    if k > _LONGEST and bits == 8:
         _refuse(name, f"a K of {k}", f"have a K of at most {_LONGEST}, whose sums fit in s32, or be ignored")
     if not layer.reduce_results:
         _refuse(name, "reduce_results=False", f"be ignored: the model adds up parts later, and {whole}")

@@ -18,7 +18,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScalePa
 
 from skuda.dispatch.host.arrays import PASSIVE
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.formats import INT8, TO_INT8, Quantizer
+from skuda.torch.formats import INT8, TO_INT8, Quantizer, WeightFormat
 
 Loader = Callable[..., Any]
 
@@ -90,7 +90,7 @@ def accept_floats(layer: Any, weight: str, weight_scale: str, quantize: Quantize
     def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any, **named: Any) -> Any:
         floating, shape = loaded_weight.is_floating_point(), list(loaded_weight.shape)
         if loaded_weight.dim() != (2 if floating else param.dim()) or (
-            form != INT8 and not floating and (loaded_weight.dtype, shape[2:]) != (param.dtype, list(param.shape[2:]))
+            form != INT8 and not floating and _fixed(form, loaded_weight) != _fixed(form, param)
         ):
             groups = "" if form.group_size is None else f" of groups of {quantize.group_size or 'a row'}"
             rule = f"be {form.name} codes{groups}, or floating of shape [N, K]"
@@ -114,6 +114,11 @@ def accept_floats(layer: Any, weight: str, weight_scale: str, quantize: Quantize
 
     load.quantizes = True  # type: ignore[attr-defined]
     parameter.weight_loader, scales.weight_loader = MethodType(load, layer), MethodType(load_scales, layer)
+
+
+def _fixed(form: WeightFormat, codes: Tensor) -> tuple[torch.dtype, list[int]]:
+    """Return what all codes of a format have in common: dtype, and axes other than those of N and K."""
+    return codes.dtype, [size for axis, size in enumerate(codes.shape) if axis not in (0, form.k_axis)]
 
 
 def keep_unloaded(layer: nn.Module, names: Iterable[str]) -> None:

@@ -165,6 +165,21 @@ def floating(degree):
         yield right(layer, kind, inputs(rng, 5, dtype), whole, degree, DYNAMIC)
 
 
+def sixteen_bits(degree):
+    """Codes of 16 bits, whose sums are s64; weights are quantized on the way."""
+    given = {"weight_element": "s16", "q_min": -32639, "q_max": 32639}
+    for kind in PARTS:
+        rng = drawn("sixteen bits", kind)
+        weights, _ = floats(kind, rng, torch.bfloat16)
+        layer = made(kind, torch.bfloat16, SkudaVllmConfig(weights="int16", activations="int16"), bias=False)
+        load(layer, weights)
+        ready(layer)
+        x, make = inputs(rng, 5, torch.bfloat16), quantizer("ranks", "int16")
+        whole = [make(each["weight"]) for each in weights.values()]
+        outputs = [torch.ops.skuda.quantized_linear(x, codes.flatten(1), scale, **given) for codes, scale in whole]
+        yield torch.equal(called(layer, x, degree)[0], own(kind, torch.cat(outputs, -1), degree))
+
+
 def four_bits(degree):
     """Packed weights: of a checkpoint, quantized on the way, and loaded again by the layerwise reload of vLLM."""
     before = PARTS.copy()
@@ -290,12 +305,13 @@ def every(folder, count, seed):
     skuda.vllm.register()
     kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA]
     found, degree = {}, 1
+    layers = schemes, rows_with, not_split, floating, four_bits, sixteen_bits
     with set_current_vllm_config(CONFIG):
         init_distributed_environment(count, rank, f"file://{folder}/store", rank, "gloo")
         while degree <= count:
             ensure_model_parallel_initialized(degree, 1)
             with torch.inference_mode():
-                for case in (schemes, rows_with, not_split, floating, four_bits, compiled, gated, head, faults):
+                for case in (*layers, compiled, gated, head, faults):
                     found[f"{case.__name__} {degree}"] = list(case(degree))
             destroy_model_parallel()
             degree *= 2

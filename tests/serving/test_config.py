@@ -212,7 +212,7 @@ def own(*groups, activation=ActivationScheme.DYNAMIC):
     ],
 )
 def test_other_checkpoints_of_skuda_are_refused(config_of, scheme):
-    with pytest.raises(InvalidProblem, match="packed"):
+    with pytest.raises(InvalidProblem, match="all alike or by name"):
         quantized(config_of(scheme.fields()))
 
 

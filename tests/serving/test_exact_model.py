@@ -43,6 +43,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 128, "rope_theta": 10000.0}
 LENGTHS = {"a": 300, "b": 131, "c": 5}
 FOUR = {"weights": "int4", "group_size": 64}
+WIDE = {"weights": "int16", "activations": "int16"}
+MIXED = {"activations": "int16"}
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def check(made, trainer, lengths=LENGTHS):
             assert torch.equal(got.view(torch.int32), want.view(torch.int32)), name
 
 
-@pytest.mark.parametrize("weights", [{}, FOUR])
+@pytest.mark.parametrize("weights", [{}, FOUR, WIDE])
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -128,7 +130,7 @@ def test_a_floating_checkpoint_has_the_bits_of_the_trainer(server, tmp_path, kin
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("weights", [{}, FOUR, FOUR | {"ignore": "lm_head"}])
+@pytest.mark.parametrize("weights", [{}, FOUR, FOUR | {"ignore": "lm_head"}, WIDE, FOUR | MIXED, MIXED])
 def test_what_an_exact_model_saves_is_served_with_its_bits(server, tmp_path, weights, tied):
     """By transformers and by skuda, with a head of the same or another format."""
     weights = dict(weights)
@@ -180,7 +182,7 @@ def test_attention_and_cache_follow_from_exact_where_the_user_chose_none(alone, 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("weights", [{}, FOUR])
+@pytest.mark.parametrize("weights", [{}, FOUR, WIDE])
 def test_weights_that_vllm_transfers_have_the_bits_of_their_trainer(server, tmp_path, weights, tied):
     floating("qwen3", tmp_path, tied=tied)
     made, folder = server(tmp_path, **weights), tmp_path / "new"

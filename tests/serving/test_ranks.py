@@ -8,7 +8,7 @@ from support import fresh
 
 COUNT = 4
 DEGREES = (1, 2, 4)
-CASES = ("schemes", "rows_with", "not_split", "floating", "four_bits", "compiled", "gated", "head")
+CASES = ("schemes", "rows_with", "not_split", "floating", "four_bits", "sixteen_bits", "compiled", "gated", "head")
 
 
 @pytest.fixture(scope="module")

@@ -193,13 +193,13 @@ class TorchLab(HostLab):
 
     def _one(self, argument: Argument, random: Any) -> Any:
         """Draw one argument; most data lies within the range of the codes, some outside."""
-        torch, element = self._torch, argument.elements[0]
+        torch, element, shape = self._torch, argument.elements[0], _shape(argument)
         options = {"dtype": torch_dtype(element), "device": self.place, "generator": random}
-        shape = _shape(argument)
         if argument.role is Role.ZERO_POINT or element in (ElementKind.S32, ElementKind.S64):
             found = torch.randint(-8, 9, shape, **options)
         elif not element.is_float:
-            low, high = (0, 255) if element.is_packed else element.integer_range or (0, 1)
+            halves = (-127, 127) if element.is_split else None
+            low, high = (0, 255) if element.is_packed else halves or element.integer_range or (0, 1)
             found = torch.randint(low, high + 1, shape, **options)
         elif "scale" in argument.name:
             found = 0.02 + 0.02 * torch.rand(shape, **options)

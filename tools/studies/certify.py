@@ -44,6 +44,7 @@ def run(
     *,
     device: Annotated[str, option("WHERE", "gpu or host; else a GPU where torch sees one.")] = "auto",
     engine: Annotated[str, option("NAME", "transformers, or vllm: vLLM serves the model, too.")] = "transformers",
+    codes: Annotated[str, option("NAME", "int8 or int16: those of weights and of inputs.")] = "int8",
     ranks: Annotated[Number, number("Ranks that share the layers; 2 on the CPU, or all GPUs, if left out.")] = None,
     batch: Annotated[int, number("Sequences of the largest batch; 16 if left out.", least=2)] = 16,
     cpu_layers: Annotated[
@@ -70,6 +71,7 @@ def run(
     if output is not None:
         check("certify", "--output", output)
     one_of("certify", "--engine", engine, ("transformers", "vllm"))
+    one_of("certify", "--codes", codes, ("int8", "int16"))
     one_of("certify", "--device", device, ("auto", "gpu", "host"))
     need("torch", engine, "transformers")
     import torch
@@ -94,15 +96,17 @@ def run(
         _cut(floats, layers)
         card = next((d.name for d in Dispatcher().devices if d.processor == ("cuda" if on_gpu else "cpu")), "")
         cut = {name: n for name, n in (("layers", layers), ("prompts", prompts)) if n is not None}
-        course = _Course({"model": model, "device": card, "seed": seed, **cut}, output, shown=watch is None)
-        served, trained = exact(floats, Path(folder)), exact(floats, None)
+        course = _Course(
+            {"model": model, "codes": codes, "device": card, "seed": seed, **cut}, output, shown=watch is None
+        )
+        served, trained = exact(floats, Path(folder), codes), exact(floats, None, codes)
         drawn: dict[str, Any] = {"prompts": prompts, "seed": seed, "batch": batch}
         others: dict[str, Any] = {}
         if count > 1:
             others[f"on {count} ranks"] = _Ranks(count, Path(folder, "model.pt"), on_gpu)
         if engine == "vllm":
             place_of_ranks(count, cpu=False)
-            others |= ways_of(served, floats, str(Path(folder, "floats")), ranks=count, **drawn)
+            others |= ways_of(served, floats, str(Path(folder, "floats")), codes=codes, ranks=count, **drawn)
         given = drawn | {"report": told, "cpu_layers": cpu_layers}
         found = certify(served, trainer=trained, others=others, done=course.of("exact"), **given)
         beside = certify(floats, compiler="", done=course.of("plain"), **given) if plain else None
@@ -197,7 +201,7 @@ def loaded(name: str, seed: int, place: Any) -> Any:
     return made.to(place).eval()
 
 
-def exact(floats: Any, folder: Path | None) -> Any:
+def exact(floats: Any, folder: Path | None, codes: str) -> Any:
     """Return an exact copy of a model: for serving, which is also saved in `folder` for ranks; or in training."""
     import copy
 
@@ -207,7 +211,7 @@ def exact(floats: Any, folder: Path | None) -> Any:
     from skuda.torch.exact.exact import exact_
 
     made = copy.deepcopy(floats)
-    quantize_(made, Mixed() if folder is None else Dynamic(), lambda *_: True)
+    quantize_(made, (Mixed if folder is None else Dynamic)(weights=codes, activations=codes), lambda *_: True)
     exact_(made)
     if folder is not None:
         torch.save(made, folder / "model.pt")

@@ -57,6 +57,14 @@ def test_all_ways_have_one_hash_and_the_plain_model_has_several(run):
     assert "for comparison, plain transformers" in out
 
 
+def test_codes_of_16_bits_are_certified_too(run):
+    status, record, _, err = run(codes="int16")
+    assert status == 0
+    assert record["codes"] == "int16"
+    assert "on 2 ranks" in [way["name"] for way in record["exact"]["ways"]]
+    assert "PASS" in err
+
+
 @pytest.mark.parametrize(("name", "small"), [("h200x2-certify", True), ("h200-certify-8b", False)])
 def test_the_certificates_of_the_docs_say_what_their_page_says(name, small):
     record = json.loads((ROOT / "docs" / "evidence" / f"{name}.json").read_text())
