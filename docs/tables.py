@@ -31,8 +31,6 @@ from skuda.tools.verify.evidence import load_records
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 EVIDENCE = ROOT / "docs" / "evidence"
-_LARGE = 32 << 20
-"""Elements of a weight whose times count in a mean."""
 
 _BLOCK = re.compile(
     r"^(?P<begin><!-- (?:[^`\n]+: )?made by `(?P<command>[^`\n]+)` -->\n)"
@@ -165,6 +163,23 @@ def accuracy_in_short(record: Path = EVIDENCE / "accuracy.json") -> str:
     return markdown_table((*_ACCURACY[:4], _ACCURACY[-1]), [(*row[:4], row[-1]) for row in rows])
 
 
+def accuracy_int16(record: Path = EVIDENCE / "accuracy-int16.json") -> str:
+    """Return the rows of a record of ``skuda evaluate`` whose divergences are far apart."""
+    found = json.loads(record.read_text(encoding="utf-8"))
+    columns = "model", "MB", "divergence, nats", "its 99%", "same first choice"
+    rows = [
+        (
+            row["model"].removesuffix(" True"),
+            f"{row['bytes'] / 1e6:.0f}",
+            *(f"{row[name]:.2g}" for name in ("divergence", "divergence_p99")),
+            f"{row['agreement']:.3f}",
+        )
+        for row in found["rows"][1:]
+    ]
+    texts = ", ".join(each["name"].removesuffix(".txt") for each in found["texts"])
+    return f"{markdown_table(columns, rows)}\n{found['windows']} windows of {found['length']} tokens of {texts}.\n"
+
+
 _ACCURACY = ("weights", "MB", "perplexity", "divergence, nats", "its 99%", "same first choice", "tokens/s of 8B")
 
 
@@ -189,35 +204,62 @@ def _accuracies(found: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def int4_times(record: Path = EVIDENCE / "h100-int4.json") -> str:
-    """Return the times of 4-bit weights and of others over them, which ``tests/programs/int4_times.py`` recorded."""
-    found = json.loads(record.read_text(encoding="utf-8"))
-    rows = list(dict.fromkeys(each["m"] for each in found["times"]))
-    others = list(dict.fromkeys(name for each in found["times"] for name in each["us"] if name != "W4A8"))
-    over = {
-        (e["n"], e["k"], e["m"]): {name: us / e["us"]["W4A8"] for name, us in e["us"].items()} for e in found["times"]
-    }
-    times = {(e["n"], e["k"], e["m"]): e["us"]["W4A8"] for e in found["times"]}
-    weights = list(dict.fromkeys((n, k) for n, k, _ in over))
+_WEIGHTS = EVIDENCE / "h200-int16.txt"
+
+
+def int4_times(record: Path = _WEIGHTS) -> str:
+    """Return the times of 4-bit weights and of others over them, which ``tests/programs/weight_times.py`` printed."""
+    over = {at: {name: us / found["W4A8"] for name, us in found.items()} for at, found in _times(record).items()}
     table = [
         (
             f"{n} x {k}",
-            *(f"{times[n, k, m]:.1f} ({over[n, k, m]['W8A8']:.2f}, {over[n, k, m]['bf16']:.2f})" for m in rows),
+            *(f"{_times(record)[n, k, m]['W4A8']:.1f} ({of['W8A8']:.2f}, {of['bf16']:.2f})" for m, of in each),
         )
-        for n, k in weights
+        for (n, k), each in _by_weight(over)
     ]
-    large = [(n, k) for n, k in weights if n * k >= _LARGE]
-    means = [
-        (name, *(f"{statistics.geometric_mean(over[n, k, m][name] for n, k in large):.2f}" for m in rows))
-        for name in others
+    others = {"W8A8": "W8A8", "bf16": "bf16", "torch, int4 x bf16": "torch, int4 x bf16"}
+    means = [(shown, *_means(over, name)) for name, shown in others.items()]
+    return "\n".join((_by_rows(over, "weight", table), _by_rows(over, "over W4A8, geometric mean", means)))
+
+
+def int16_times(record: Path = _WEIGHTS) -> str:
+    """Return the times of codes of 16 bits over others, and steps of vLLM, which were printed."""
+    times = _times(record)
+    pairs = (("W8A16", "W8A8"), ("W4A16", "W4A8"), ("W8A16", "bf16"), ("W16A16", "bf16"))
+    over = {at: {f"{a} over {b}": found[a] / found[b] for a, b in pairs} for at, found in times.items()}
+    rows = [(name, *_means(over, name)) for name in next(iter(over.values()))]
+    rounds = dict(_said("round 0", record))
+    names = {"skudawideexact": "exact, W16A16", "skudaw8a16exact": "exact, W8A16", "bf16": "bf16"}
+    steps = [
+        (shown, *(f"{rounds[name][f'step_ms {m}']:.2f}" for m in (1, 16, 64)), f"{rounds[name]['prefill 8x2048']:,}")
+        for name, shown in names.items()
     ]
-    return "\n".join(
-        (
-            markdown_table(("weight", *(f"M = {m}" for m in rows)), table),
-            markdown_table(("over W4A8, geometric mean", *(f"M = {m}" for m in rows)), means),
-            f"{found['card']}. The means are over weights of 32 MB and more in 8 bits.\n",
-        )
-    )
+    columns = "in vLLM, ms a step", "1 sequence", "16", "64", "prompts, tokens/s"
+    return "\n".join((_by_rows(over, "product, geometric mean", rows), markdown_table(columns, steps)))
+
+
+_Times = dict[tuple[int, int, int], dict[str, float]]
+"""Of each weight and number of rows (n, k, m), microseconds or ratios by name."""
+
+
+def _times(record: Path) -> _Times:
+    pattern = re.compile(r"\{'n': (\d+), 'k': (\d+), 'm': (\d+), 'us': (\{.*?\})")
+    lines = map(pattern.match, record.read_text(encoding="utf-8").splitlines())
+    return {(int(one[1]), int(one[2]), int(one[3])): literal_eval(one[4]) for one in lines if one}
+
+
+def _by_weight(found: _Times) -> list[tuple[tuple[int, int], list[tuple[int, dict[str, float]]]]]:
+    weights = dict.fromkeys((n, k) for n, k, _ in found)
+    return [(weight, [(m, of) for (n, k, m), of in found.items() if (n, k) == weight]) for weight in weights]
+
+
+def _means(over: _Times, name: str) -> list[str]:
+    rows = dict.fromkeys(m for *_, m in over)
+    return [f"{statistics.geometric_mean(of[name] for (*_, m), of in over.items() if m == row):.2f}" for row in rows]
+
+
+def _by_rows(found: _Times, what: str, table: list[tuple[str, ...]]) -> str:
+    return markdown_table((what, *(f"M = {m}" for m in dict.fromkeys(m for *_, m in found))), table)
 
 
 def attention_error() -> str:
@@ -231,7 +273,9 @@ TABLES = {
     "python docs/tables.py exact": exact_cost,
     "python docs/tables.py accuracy": accuracy,
     "python docs/tables.py accuracy-in-short": accuracy_in_short,
+    "python docs/tables.py accuracy-int16": accuracy_int16,
     "python docs/tables.py int4-times": int4_times,
+    "python docs/tables.py int16-times": int16_times,
     "python docs/tables.py vllm-engines": vllm_engines,
     "python docs/tables.py vllm-served": vllm_served,
     "python tests/programs/attention_error.py": attention_error,
