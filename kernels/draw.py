@@ -26,7 +26,7 @@ from skuda.registry.op import Case, Op, Values
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 _finfo: Any = ml_dtypes.finfo  # it has no annotations
-_BYTES = {ElementKind.S4: (0, 255), ElementKind.U4: (0, 255), ElementKind.S16: (-128, 127)}
+BYTES = {ElementKind.S4: (0, 255), ElementKind.U4: (0, 255), ElementKind.S16: (-128, 127)}
 """The bytes that store codes which are not bytes themselves."""
 _MIN_EXTENT = 5
 """Smallest extent of an axis on which one slice is set to zeros and one to subnormals."""
@@ -189,7 +189,7 @@ def _draw_argument(
     if element is ElementKind.S32:
         return _sums(shape, rng)
     if limits is not None:
-        low, high = _BYTES.get(element, limits)
+        low, high = BYTES.get(element, limits)
         return rng.integers(low, high, storage_shape(shape, element), storage_dtype(element), endpoint=True)
     if "scale" in argument.name:
         return _scales(shape, problem, element, _scale_values(argument, values), rng)

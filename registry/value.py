@@ -218,6 +218,12 @@ class Value(BaseModel):
             rule = phrase(context) if phrase else f"satisfy: {first['msg']}"
         cls.refuse(field, "nothing" if first["type"] == "missing" else shown(first["input"]), rule)
 
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        # A pickle of an earlier version lacks fields that are new.
+        held, fields = state["__dict__"], type(self).model_fields.items()
+        new = {name: of.get_default(call_default_factory=True) for name, of in fields if not of.is_required()}
+        super().__setstate__({**state, "__dict__": {**new, **held}})
+
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             raise FrozenRecord(type(self).__name__, name)

@@ -36,12 +36,16 @@ def needed(fields, problem, given):
     of_weight, rows = (), ""
     if getattr(problem, "weight_element", None) == "s4":
         of_weight, rows = ("weight_element", "group_size"), "" if "weight_scale" in given else problem.channels
+    # The dtype of halves is s8, and they are twice as many as codes.
+    split = {a.name for a in problem.arguments() if a.elements[0].is_split}
+    halved = {name for name in type(problem).model_fields if {*fields.sources(name)} & split and "element" in name}
     sources = {name: set(fields.sources(name)) & given.keys() for name in type(problem).model_fields if name != "op"}
     return {
         name: getattr(problem, name)
         for name, found in sources.items()
         # Whether a zero point is passed shows.
-        if name not in of_weight and (name == rows or (not found - packed and name != "has_weight_zero_point"))
+        if name in halved
+        or (name not in of_weight and (name == rows or (not found - packed and name != "has_weight_zero_point")))
     }
 
 

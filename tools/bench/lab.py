@@ -16,7 +16,7 @@ from skuda.dispatch.host.arrays import tensor_view
 from skuda.kernels.attention.attention import AttentionDescriptor
 from skuda.kernels.attention.cache import TABLES, CacheProblem
 from skuda.kernels.attention.drawn import full_tables
-from skuda.kernels.draw import draw
+from skuda.kernels.draw import BYTES, draw
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.packed import LEVELS
 from skuda.kernels.linear.problem import LinearProblem
@@ -198,8 +198,7 @@ class TorchLab(HostLab):
         if argument.role is Role.ZERO_POINT or element in (ElementKind.S32, ElementKind.S64):
             found = torch.randint(-8, 9, shape, **options)
         elif not element.is_float:
-            halves = (-127, 127) if element.is_split else None
-            low, high = (0, 255) if element.is_packed else halves or element.integer_range or (0, 1)
+            low, high = BYTES.get(element) or element.integer_range or (0, 1)
             found = torch.randint(low, high + 1, shape, **options)
         elif "scale" in argument.name:
             found = 0.02 + 0.02 * torch.rand(shape, **options)

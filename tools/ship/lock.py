@@ -36,7 +36,7 @@ VERSION = 1
 DEVICES = {name: KNOWN_DEVICES[name] for name in ("cpu", "a100", "h100", "h200", "rtx4090", "b200")}
 """The devices of a lock for which none are given."""
 
-_MOST_OF_A_KEY = 3
+_MOST_OF_A_KEY = 2
 """Cases that ask about the same kernels; more would make the file large and find little more."""
 
 Id = Annotated[str, StringConstraints(pattern=r"^[^.]+(\.[^.]+){6}$")]

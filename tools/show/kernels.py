@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from skuda.dispatch import Dispatcher
-from skuda.registry.elements import CODES, CODES8, FLOATS, ElementKind
+from skuda.registry.elements import CODES, CODES8, FLOATS, WHOLE_CODES, ElementKind
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
@@ -17,7 +17,8 @@ Found = Sequence[tuple[Op, tuple[KernelSku, ...]]]
 Judge = Callable[[KernelSku], KernelStatus]
 """Returns what the evidence says about a kernel."""
 
-_SETS = {"float": FLOATS, "int": CODES, "w4w8": (*CODES8, ElementKind.S4), "int8": CODES8}
+_SETS = {"float": FLOATS, "int": CODES, "code": (*WHOLE_CODES, ElementKind.S4), "int8": CODES8}
+_SETS |= {"sum": (ElementKind.S32, ElementKind.S64)}
 """Short names for sets of elements, so that an op fits on a line; the larger set is matched first."""
 
 

@@ -109,20 +109,20 @@ def test_unserved_is_explained_and_exits_with_1(skuda, terminal, host):
     assert "refused cpu numpy reference needs a CPU" in " ".join(text.split())
     status, out, _ = skuda(*LINEAR, "--device", "h200", "--all")
     assert status == 1
-    assert out.count("refused ") == 60
+    assert out.count("refused ") == 80
 
 
 def test_explain_on_a_terminal_summarises_and_all_does_not(terminal, with_cuda):
     _, text, _ = terminal(*LINEAR, "--device", "h200")
-    assert "140 candidates, 4 accepted" in text
+    assert "160 candidates, 4 accepted" in text
     assert text.count("refused") == 1
-    assert "135 kernels for other problems" in text
+    assert "155 kernels for other problems" in text
     assert "activation_element = f32: " in text
-    assert "weight_element = s8: u8, s4" in text
+    assert "weight_element = s8: u8, s16, s4" in text
     assert re.search(r"^  1\. sm_90a pycuda wgmma_128x128$", text, re.MULTILINE)
     assert "within 2 ulp" in " ".join(text.split()), "an accepted kernel that promises something else says what"
     _, text, _ = terminal(*LINEAR, "--device", "h200", "--all")
-    assert len(re.findall(r"^  refused ", text, re.MULTILINE)) == 136
+    assert len(re.findall(r"^  refused ", text, re.MULTILINE)) == 156
 
 
 def test_nothing_empty_is_said_on_a_cpu(terminal, monkeypatch, use):

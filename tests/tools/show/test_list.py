@@ -26,8 +26,8 @@ def test_list_as_json_has_every_op(skuda, host):
     )
     assert {row["op"] for row in rows} == {op.name for op in host.ops.values()}
     linear = next(row for row in rows if row["op"] == "quantized_linear")
-    assert (linear["elements"], linear["aux_elements"]) == (["f32", "f64", "f16", "bf16"], ["s8", "u8", "s4"])
-    assert (linear["backends"], linear["skus"], linear["promise"]) == ({"numpy": ["cpu"]}, 60, "bit-exact")
+    assert (linear["elements"], linear["aux_elements"]) == (["f32", "f64", "f16", "bf16"], ["s8", "u8", "s16", "s4"])
+    assert (linear["backends"], linear["skus"], linear["promise"]) == ({"numpy": ["cpu"]}, 80, "bit-exact")
     assert "\x1b" not in skuda("list")[1]
 
 
@@ -47,7 +47,7 @@ def test_every_op_is_one_line_of_80_columns(terminal, use):
 
 def test_list_on_a_terminal_shows_the_weakest_promise(terminal, with_cuda):
     _, text, _ = terminal("list", "--op", "quantized_linear")
-    assert re.search(r"^quantized_linear +float x w4w8 +sm_90a sm_80 +140 +2 ulp, varies", text, re.MULTILINE)
+    assert re.search(r"^quantized_linear +float x code +sm_90a sm_80 +160 +2 ulp, varies", text, re.MULTILINE)
     _, text, _ = terminal("list", "--skus", "--op", "quantized_linear")
     joined = text.replace("\n  ", "")
     assert all(f"{sku.id}\n" in joined for sku in with_cuda.skus_of("quantized_linear"))
