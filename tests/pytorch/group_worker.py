@@ -199,14 +199,14 @@ def wrong_arrays():
     """What every method says to arrays that it must refuse, before it asks another rank."""
     group = group_of()
     sizes, said = (1,) * group.count, []
-    for like, s32 in ((np.array, np.int32), (torch.tensor, torch.int32)):
+    for like, s32, s16 in ((np.array, np.int32, np.int16), (torch.tensor, torch.int32, torch.int16)):
         floats = like([[1.5, 2.0]] * group.count)
-        longs = like([[2**40]] * group.count)
+        shorts = like([[7]] * group.count, dtype=s16)
         for call in (
             lambda floats=floats: group.sum(floats),
-            lambda longs=longs: group.sum(longs),
+            lambda shorts=shorts: group.sum(shorts),
             lambda floats=floats: group.sum_rows(floats, sizes),
-            lambda longs=longs: group.start_sum_rows(longs, sizes),
+            lambda shorts=shorts: group.start_sum_rows(shorts, sizes),
             lambda like=like, s32=s32: group.sum_rows(like([[1], [2]], dtype=s32), sizes),
             lambda like=like: group.max(like([1.0, float("nan")])),
             lambda like=like: group.max(like([True])),

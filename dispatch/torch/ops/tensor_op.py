@@ -128,17 +128,17 @@ class TensorOp:
         seen = [(a.name, a.elements[0]) for case in op.cases for a in case.problem.arguments()]
         packed = {name for name, element in seen if element.is_packed}
         # Fields that follow from a tensor that every call has, that is not packed and whose axes mean one thing. The
-        # dtype of one in halves does not tell its element.
+        # dtype of one in halves does not tell its element; such a field comes last, as it came later than others.
         axes = {name: {len(a.shape) for a in op.descriptor.signature if a.name == name} for name in self.names}
         shows = {name for name in always.intersection(self.names) - packed if len(axes[name]) == 1}
         tells = shows - {name for name, element in seen if element.is_split}
         left_out = {"op", *(f"has_{name}" for name in self.names)}
-        self._types = {
-            name: self._type(name, info)
-            for name, info in op.descriptor.model_fields.items()
-            if name not in left_out
-            and not (tells if info.annotation is ElementKind else shows).intersection(self._fields.sources(name))
-        }
+        fields = {name: info for name, info in op.descriptor.model_fields.items() if name not in left_out}
+        sources = {name: shows.intersection(self._fields.sources(name)) for name in fields}
+        elements = (name for name, info in fields.items() if info.annotation is ElementKind)
+        late = (name for name in elements if sources[name] and not sources[name] & tells)
+        listed = (*(name for name, of in sources.items() if not of), *late)
+        self._types = {name: self._type(name, fields[name]) for name in listed}
         self._listed = _LIST in self._types.values()
         # The field that counts rows: the first size of a matrix.
         rows, *others = self.inputs[0].shape or (DeclaredAxis(""),)
