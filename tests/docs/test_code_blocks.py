@@ -61,6 +61,7 @@ NEEDS = {
     "docs/attention.md": ("torch", "transformers"),
     "docs/exact.md": ("torch", "transformers"),
     "docs/format.md": ("torch",),
+    "docs/int16.md": ("torch",),
     "docs/int4.md": ("torch",),
     "docs/torch.md": ("torch", "transformers", "safetensors"),
     "docs/training.md": ("torch",),
