@@ -242,8 +242,7 @@ class ShardedLinear(Int8Linear):
     @property
     def _of_codes(self) -> dict[str, str]:
         """The fields of `scaled_linear` that codes do not show."""
-        element = self.activation.element
-        return {"activation_element": str(element), **self.format.fields} if element.is_split else {}
+        return {**self.activation.given, **self.format.fields}
 
     def call(self, input: Tensor) -> Call:
         """Return the call of this rank's product, for `explain`."""

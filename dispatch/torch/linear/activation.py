@@ -138,6 +138,11 @@ class ActivationQuant(ABC):
         """Return the output of the layer for that of the op."""
         return output
 
+    @property
+    def given(self) -> dict[str, str]:
+        """The fields of an op that takes its codes, which these do not show."""
+        return {"activation_element": str(self.element)} if self.element.is_split else {}
+
     def text(self) -> str:
         """Return what the representation of a layer says about its codes, with a comma in front; or nothing."""
         return ", activations=int16" if self.element.is_split else ""
@@ -191,11 +196,6 @@ class PerRow(ActivationQuant):
     def codes(self) -> Mapping[str, Any]:  # type: ignore[override]
         """Fields of the ops that write its codes."""
         return CODES_OF[self.bits]
-
-    @property
-    def given(self) -> dict[str, str]:
-        """The fields of an op that takes its codes, which these do not show."""
-        return {"activation_element": "s16"} if self.bits == 16 else {}
 
     @property
     def scheme(self) -> str:  # type: ignore[override]

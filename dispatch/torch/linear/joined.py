@@ -47,9 +47,7 @@ def product(linear: Int8Linear, rows: Quantized) -> Tensor:
     if found is not None:
         return found
     tensors = codes, linear.held("weight"), scale, None, linear.held("weight_scale"), None, linear.held("bias")
-    fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
-    if linear.activation.element.is_split:
-        fields["activation_element"] = str(linear.activation.element)
+    fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token", **linear.activation.given}
     return linear.product("scaled_linear", key, tensors, fields)
 
 
