@@ -16,8 +16,9 @@
 // Data: tables in global memory -> the rows of a tile and the blocks of keys that they see, in registers.
 //
 // Variants: none. A tile is up to ROWS rows of one head of keys: tokens of one sequence times the heads that share the
-// keys. Tiles of sequence s are numbered from starts[s] group / ROWS + s on, which leaves enough for each; rows of no
-// sequence come last. Tables that are wrong are clamped, so that nothing outside of the arrays is touched.
+// keys. Tiles of sequence s are numbered from starts[s] group / ROWS + s on, which leaves enough for each, or from
+// starts[s] on, if a tile holds all heads of a token and there are fewer tokens than such tiles; rows of no sequence come
+// last. Tables that are wrong are clamped, so that nothing outside of the arrays is touched.
 #pragma once
 #include "quotient.cuh"
 
@@ -132,8 +133,9 @@ struct Tile {
   DEVICE Tile(const Attention& p, s64 number, s32 tile_rows) {
     // The last sequence whose first tile is not behind this one; `sequences` stands for the rows of none. First the one
     // that it is if all have equally many new tokens: a search takes a load from memory for each of its steps.
-    const u64 spread = (u64)tile_rows * p.sequences, rows_of_all = (u64)p.tokens * p.group + spread;
-    const u64 below = quotient(((u64)number + 1) * spread + rows_of_all - 1, rows_of_all);
+    const u64 spread = (u64)tile_rows * p.sequences;
+    const u64 all = by_tokens(p, tile_rows) ? (u64)p.tokens * tile_rows : (u64)p.tokens * p.group + spread;
+    const u64 below = quotient(((u64)number + 1) * spread + all - 1, all);
     look_at(p, below > 0 ? (s32)min(below - 1, (u64)p.sequences) : 0);
     if (base(p, sequence, start, tile_rows) > number || (sequence < p.sequences && base(p, sequence + 1, stop, tile_rows) <= number)) {
       s32 s = 0, end = p.sequences;
@@ -156,7 +158,12 @@ struct Tile {
 
   // The first tile of a sequence that begins at a token.
   static DEVICE s64 base(const Attention& p, s32 s, s32 begins, s32 tile_rows) {
-    return (s64)quotient((u64)begins * p.group, tile_rows) + s;
+    return by_tokens(p, tile_rows) ? begins : (s64)quotient((u64)begins * p.group, tile_rows) + s;
+  }
+  // Whether the first tile of a sequence has the number of its first token; the launch rule decides as this does.
+  static DEVICE bool by_tokens(const Attention& p, s32 tile_rows) {
+    const s64 fewer = (s64)p.tokens - p.sequences - 1;
+    return p.group <= tile_rows && fewer * tile_rows <= (s64)p.tokens * p.group;
   }
   // Takes a sequence; the loads do not wait for each other.
   DEVICE void look_at(const Attention& p, s32 s) {

@@ -407,7 +407,7 @@ SKUS = (
         suffix="_split",
         flags=lambda data, _: element_flags(data, ElementKind.S8),
         variant="split",
-        entry_point="attention_split_128_8",
+        entry_point="attention_split_128_8_1",
         constraints=(
             Between(field="rows_per_sequence", maximum=FEW_ROWS),
             # A grid has fewer than 2^31 tiles.

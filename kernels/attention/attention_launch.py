@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _WARP, _WARPS = 32, 2
 _ROWS, _FEW_ROWS = 16, 8
 """Rows of a tile."""
+_TEAM = 4
+"""Warps that share a block of keys in ``attention_split.cu``."""
+_ALL_AT_ONCE = 3
+"""Thread blocks for each multiprocessor, one for each chunk of a tile, up to which they have two teams of warps."""
 _MOST_BLOCKS = 2**31 - 1
 _WARPGROUP_THREADS, _WARPGROUP_ROWS = 384, 128
 _WARPGROUP_SHARED = 218_176
@@ -35,8 +39,8 @@ _CHUNKS = 8
 """Chunks of 16 bytes that a thread of ``quantized_rows`` holds."""
 _THREADS, _MOST_THREADS = 256, 512
 """Threads of its blocks: where several tokens share one, and at most where a token has one of its own."""
-_RESIDENT = 8
-"""Blocks that a multiprocessor is given: two rounds, so that it has work when blocks of short sequences end."""
+_RESIDENT = {_FEW_ROWS: 4, _ROWS: 2}
+"""Blocks that a multiprocessor is given, by rows of a tile: as many as run at once."""
 _MOST_PARTS = 128 << 20
 """Bytes of the sums of chunks. With more, blocks take all chunks of a tile."""
 
@@ -77,21 +81,23 @@ def warpgroup(problem: AttentionDescriptor, device: Device) -> Launch:
 
 
 def split(problem: AttentionDescriptor, device: Device) -> Launch:
-    """Launch blocks of four warps, of which several share the chunks of 8 or 16 rows of a sequence and head of keys."""
+    """Launch blocks of one team or two, of which several share the chunks of some rows of a sequence and head of keys."""
     if not problem.tokens:
         return Launch(steps=())
     rows = _FEW_ROWS if problem.rows_per_sequence <= _FEW_ROWS else _ROWS
     jobs, sums, facts = _tiles(problem, rows) * problem.kv_heads, *_parts(problem)
     splits = _splits(problem, rows, device.sm_count) if 4 * jobs <= MOST_ZEROS and sums + facts <= _MOST_PARTS else 1
+    few = jobs * -(-problem.most_blocks // CHUNK) <= _ALL_AT_ONCE * device.sm_count
+    teams = 2 if few or rows > _FEW_ROWS else 1
     step = Step(
-        entry=f"attention_split_{problem.head_size}_{rows}",
+        entry=f"attention_split_{problem.head_size}_{rows}_{teams}",
         grid=(jobs, splits, 1),
-        block=(_WARP * CHUNK, 1, 1),
+        block=(_WARP * _TEAM * teams, 1, 1),
         parameters=(
             *parameters(problem),
             *(pointers("part_sums", "part_facts", ZEROS) if splits > 1 else s64(0, 0, 0)),
         ),
-        shared=_shared(problem.head_size, rows),
+        shared=_shared(problem.head_size, rows, teams),
         overlaps=device.overlaps_launches,
     )
     scratch = (("part_sums", sums), ("part_facts", facts), (ZEROS, 4 * jobs)) if splits > 1 else ()
@@ -114,18 +120,22 @@ def _parts(problem: AttentionDescriptor) -> tuple[int, int]:
 def _splits(problem: AttentionDescriptor, rows: int, sm_count: int) -> int:
     """Return how many blocks share the chunks of a tile. How long a sequence is, only the kernel knows."""
     tiles = max(1, problem.sequences) * -(-problem.rows_per_sequence // rows) * problem.kv_heads
-    return max(1, min(-(-problem.most_blocks // CHUNK), _RESIDENT * sm_count // tiles))
+    return max(1, min(-(-problem.most_blocks // CHUNK), _RESIDENT[rows] * sm_count // tiles))
 
 
-def _shared(head_size: int, rows: int) -> int:
-    """Return the bytes of shared memory: codes on their way, and the sums of a chunk's blocks and of earlier chunks."""
-    codes, sums = CHUNK * 1024 * 64 // rows, 4 * rows * (CHUNK * (head_size + 8) + head_size)
-    return codes + sums + rows * (12 * (CHUNK + 1) + 24) + 96
+def _shared(head_size: int, rows: int, teams: int) -> int:
+    """Return the bytes of shared memory: codes and weights of a block for each team, and sums of blocks and chunks."""
+    of_teams, sums = teams * (2 * PAGE * head_size + 176 * rows), 4 * rows * (CHUNK * (head_size + 8) + head_size)
+    return of_teams + sums + rows * (12 * (CHUNK + 1) + 24) + 64
 
 
 def _tiles(problem: AttentionDescriptor, rows: int) -> int:
-    """Return how many tiles of so many rows there are, of which the last ones have the rows of no sequence."""
-    return problem.tokens * problem.group // rows + problem.sequences + 1
+    """Return how many tiles of so many rows there are, as `Tile` of ``attention.cuh`` numbers them.
+
+    The last ones have the rows of no sequence.
+    """
+    tiles = problem.tokens * problem.group // rows + problem.sequences + 1
+    return min(tiles, problem.tokens) if problem.group <= rows else tiles
 
 
 def parameters(problem: AttentionDescriptor) -> tuple[Parameter, ...]:

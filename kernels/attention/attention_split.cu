@@ -10,24 +10,27 @@
 //   counters            u32 [tiles, kv_heads], 0 before and after
 //   gridDim             tiles times kv_heads; the most thread blocks that share the chunks of a tile
 //
-// Data: a warp takes a block of 128 keys: codes in global memory -> cp.async, several steps ahead -> shared memory ->
-// registers -> mma.sync -> scores in registers -> weights, packed, in registers -> mma.sync -> sums in shared memory.
-// There the four warps of a thread block add the blocks of a chunk -> total of the tile in shared memory, or, if thread
-// blocks share the tile -> global memory, where the last one of them adds all chunks -> output.
+// Data: four warps, a team, take a block of 128 keys: codes in global memory -> cp.async, the whole block, and keys of
+// the next one as soon as scores are known -> shared memory -> registers -> mma.sync -> scores in registers -> weights in
+// shared memory -> registers -> mma.sync -> sums in shared memory. There the teams' blocks are added to a chunk -> total
+// of the tile in shared memory, or, if thread blocks share the tile -> global memory, where the last one of them adds
+// all chunks -> output.
 //
-// A lane owns 32 keys: 16 c to 16 c + 15 and 64 further, for lane c of a quad. They are the columns of the first product
-// whose scores the lane gets, and their weights are its part of the second one, with 16 neighbouring bytes of v_codes.
-// So no lane needs a score or a weight of another. Any order of the elements of a head is right, too: a lane multiplies
-// 16 neighbouring ones.
+// A warp has a quarter of a block's keys, then a quarter of the elements of its values. For the former, lane c of a quad
+// owns keys 16 c + 4 (warp % 2) + 64 (warp / 2) to three further, and those 8 behind. They are the columns of the first
+// product whose scores the lane gets, and their weights are two words of the second one, as they lie in v_codes. The
+// largest of a block, and the weights, go through shared memory. Any order of the elements of a head is right: a lane
+// multiplies 16 neighbouring ones.
 //
-// Variants: one entry for each D, and for tiles of 8 and 16 rows.
+// Variants: one entry for each D, and for tiles of 8 rows, with one team or two, and of 16 rows, with two. Two teams take
+// the fewest steps one after another; they win where few thread blocks have work.
 #include "attention.cuh"
 #include "cp_async.cuh"
 #include "griddepcontrol.cuh"
 #include "mma_sync.cuh"
 #include "quantized_rows.cuh"
 
-enum { THREADS = 32 * CHUNK, TILES = PAGE / 8 };  // of 8 keys
+enum { TEAM = 4, TILES = 4 };  // warps; tiles of 8 keys that a warp has
 
 struct Parts {
   f32* sums;
@@ -77,23 +80,29 @@ template <int N> DEVICE Part<N> part_at(const Sums& sums, const f32* s) {
   return part;
 }
 
-// Codes on their way: steps of 1,024 bytes, which are 8 keys (D 128), 16 (64) or 32 (32), or 8 elements of 128 values.
-// Sums: of the blocks of a chunk, and of the chunks before it. Rows are D + 8 apart, so that the pairs of sums that a
-// warp stores are in different banks.
-template <int D, int ROWS> struct Shared {
-  enum { SLOTS = 64 / ROWS };
-  uint4 codes[CHUNK][SLOTS][2][32];
+// What the warps of a team tell each other about a block of keys.
+template <int ROWS> struct Exchange {
+  f32 scores[ROWS][TEAM], products[ROWS][TEAM];  // the largest, NaN if a key is not usable
+  s32 weight[ROWS][TEAM];
+  u32 weights[ROWS][4][8];  // words of a lane of a quad
+};
+
+// Codes of a block of keys, and of its values, in units of 16 bytes. Sums: of the blocks of a chunk, and of the chunks
+// before it. Rows are D + 8 apart, so that the pairs of sums that a warp stores are in different banks.
+template <int D, int ROWS, int TEAMS> struct Shared {
+  uint4 keys[TEAMS][PAGE * D / 16], values[TEAMS][PAGE * D / 16];
   f32 s[CHUNK][ROWS][D + 8];
   f32 total[ROWS][D];
+  Exchange<ROWS> exchange[TEAMS];
   Sums sums[CHUNK][ROWS], total_sums[ROWS];
   Row rows[ROWS];
   Tile at;
-  s64 next[CHUNK];  // pages that the warps take next, or -1
   s32 head, chunks;  // chunks that some row sees
   bool last;
 };
 // The launch rule computes the size.
-#define SHARED_BYTES(D, ROWS) (CHUNK * 65536 / ROWS + 4 * ROWS * (CHUNK * (D + 8) + D) + ROWS * (12 * (CHUNK + 1) + 24) + 96)
+#define SHARED_BYTES(D, ROWS, TEAMS) \
+  (TEAMS * (256 * D + 176 * ROWS) + 4 * ROWS * (CHUNK * (D + 8) + D) + ROWS * (12 * (CHUNK + 1) + 24) + 64)
 
 // Products of 8 or 16 rows with 8 columns, of WORDS words of each lane. A product has 16 rows: 8 rows have their even
 // pairs of words in the upper half, the odd ones in the lower half, and take from each product the half that has met
@@ -128,18 +137,22 @@ DEVICE u32 bits_between(s32 low, s32 high) {
   return low > high ? 0u : (2u << high) - (1u << low);
 }
 
-// A warp: the codes of its rows, and the scales of the page that it takes next.
-template <int D, int ROWS> struct Warp {
-  enum { HALVES = ROWS / 8, WORDS = D / 16, SLOTS = Shared<D, ROWS>::SLOTS };
-  enum { STEPS = D / 8, STEP_TILES = TILES / STEPS };  // of the keys, and of the values
+// A warp of a team: the codes of its rows, and the scales of the lane's keys of the next block, four and four.
+template <int D, int ROWS, int TEAMS> struct Warp {
+  enum { HALVES = ROWS / 8, WORDS = D / 16, UNITS = D / 16 };  // of a key
   Operand<s8, ROWS, WORDS> q;
-  uint4 k_scale, v_scale;
+  uint4 k_scale[2], v_scale[2];
 
-  DEVICE void load_rows(const Attention& p, const Shared<D, ROWS>& shared) {
-    const s32 quad = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  // The first of the lane's keys; of the warp's keys, if c is 0.
+  static DEVICE u32 first_key(u32 warp, u32 c) { return warp / 2 * 64 + warp % 2 * 4 + 16 * c; }
+  // The two halves of odd rows of 128 bytes are exchanged, so that two rows are in different banks.
+  static DEVICE u32 place(u32 row, u32 unit, u32 units) { return row * units + (units == 8 ? unit ^ row % 2 * 4 : unit); }
+
+  DEVICE void load_rows(const Attention& p, const Row (&rows)[HALVES]) {
+    const s32 c = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
-      const s8* const from = p.q_codes + shared.rows[8 * r + quad].at * D + min((int)WORDS, 4) * 4 * c;
+      const s8* const from = p.q_codes + rows[r].at * D + min((int)WORDS, 4) * 4 * c;
       u32 w[WORDS];
       if (D == 32) {
         const uint2 two = __ldcs((const uint2*)from);
@@ -152,198 +165,183 @@ template <int D, int ROWS> struct Warp {
     }
   }
 
-  DEVICE void request_scales(const Attention& p, u32 lane, s64 page) {
-    k_scale = load16(p.k_scale + page * PAGE + 4 * lane), v_scale = load16(p.v_scale + page * PAGE + 4 * lane);
-  }
-  // Requests a step of a page: keys, then values.
-  static DEVICE void request(const Attention& p, u32 lane, int step, s64 page, uint4 (&slots)[SLOTS][2][32]) {
-    const u32 octet = lane / 8, own = lane % 8;
-    const u32 at = 16 * octet * D + (D == 32 ? 16 * own : own / 4 * D + 16 * (own % 4));
-    const s8 *const k = p.k_codes + page * PAGE * D + at, *const v = p.v_codes + (page * D + lane / 4) * PAGE + 16 * (own % 4);
+  // Requests the warp's keys of a page, or its values. A group is made even without a page, because groups are counted.
+  static DEVICE void request_keys(const Attention& p, u32 warp, u32 lane, s64 page, uint4* to) {
+    const u8* const from = (const u8*)p.k_codes + page * PAGE * D;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int tile = step * STEP_TILES + (D == 128 ? 0 : i * STEP_TILES / 2);
-      const s8* const key = k + (64 * (tile / 8) + 2 * (tile % 8)) * D + (D == 128 ? 64 * i : 0);
-      const s8* const value = v + 8 * (step - STEPS) * PAGE + 64 * i;
-      cp_async_16(shared_address(&slots[step % SLOTS][i][lane]), step < STEPS ? key : value, true);
+    for (int i = 0; i < UNITS && page >= 0; ++i) {
+      const u32 at = lane + 32 * i, key = at / UNITS, unit = at % UNITS;
+      const u32 row = first_key(warp, key / 8) + key / 4 % 2 * 8 + key % 4;
+      cp_async_16(shared_address(to + place(row, unit, UNITS)), from + row * D + unit * 16, true);
     }
-  }
-  // A group is made even if there is nothing to request, because groups are counted.
-  static DEVICE void request_next(const Attention& p, u32 lane, int step, s64 page, s64 next, uint4 (&slots)[SLOTS][2][32]) {
-    if (step + SLOTS < 2 * STEPS) request(p, lane, step + SLOTS, page, slots);
-    else if (next >= 0) request(p, lane, step + SLOTS - 2 * STEPS, next, slots);
     cp_async_commit_group();
   }
-  static DEVICE void arrived() {
-    cp_async_wait_group<SLOTS - 1>();
-    __syncwarp();
-  }
-  // The lane's words of tile `i` of the keys of a step.
-  static DEVICE void words_of(u32 lane, const uint4 (&slot)[2][32], int i, u32 (&w)[WORDS]) {
-    if (D == 32) {
-      const u8* const pair = (const u8*)&slot[i / 2][lane / 8 * 8];  // of tiles, whose keys lie side by side
-      const uint2 two = *(const uint2*)(pair + (i % 2 * 2 + lane / 4 % 2) * D + 8 * (lane % 4));
-      w[0] = two.x, w[1] = two.y;
-    } else {
+  static DEVICE void request_values(const Attention& p, u32 warp, u32 lane, s64 page, uint4* to) {
+    const u8* const from = (const u8*)p.v_codes + page * PAGE * D;
 #pragma unroll
-      for (int j = 0; j < WORDS / 4; ++j) put(slot[D == 128 ? j : i][lane], w, 4 * j);
+    for (int i = 0; i < D / 4 * 8 / 32 && page >= 0; ++i) {
+      const u32 at = warp * (D / 4 * 8) + lane + 32 * i, row = at / 8, unit = at % 8;
+      cp_async_16(shared_address(to + place(row, unit, 8)), from + at * 16, true);
     }
+    cp_async_commit_group();
+  }
+  DEVICE void request_scales(const Attention& p, u32 warp, u32 c, s64 page) {
+    const s64 at = page * PAGE + first_key(warp, c);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) k_scale[i] = load16(p.k_scale + at + 8 * i), v_scale[i] = load16(p.v_scale + at + 8 * i);
+  }
+  static DEVICE void arrived() {
+    cp_async_wait_group<1>();
+    __syncwarp();
   }
   template <int N> static DEVICE void put(const uint4& four, u32 (&w)[N], int at) {
     w[at] = four.x, w[at + 1] = four.y, w[at + 2] = four.z, w[at + 3] = four.w;
   }
+  DEVICE static void wait_for_team() { bar_sync<32 * TEAM>(1 + own_thread() / (32 * TEAM)); }
 
-  // Requests the first codes of a page.
-  DEVICE void begin(const Attention& p, s64 page, Shared<D, ROWS>& shared) {
-    const u32 thread = own_thread(), lane = thread % 32;
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) {
-      request(p, lane, i, page, shared.codes[thread / 32]);
-      cp_async_commit_group();
-    }
-    request_scales(p, lane, page);
+  // Requests a page.
+  DEVICE void begin(const Attention& p, s64 page, Shared<D, ROWS, TEAMS>& shared) {
+    const u32 thread = own_thread(), lane = thread % 32, team = thread / (32 * TEAM), warp = thread / 32 % TEAM;
+    request_keys(p, warp, lane, page, shared.keys[team]);
+    request_values(p, warp, lane, page, shared.values[team]);
+    request_scales(p, warp, lane % 4, page);
   }
 
-  // Computes the part of a block of keys that has begun, and begins the next one if there is one.
-  DEVICE void take(const Attention& p, s32 block, s64 page, Shared<D, ROWS>& shared) {
-    const u32 thread = own_thread(), lane = thread % 32, warp = thread / 32, quad = lane / 4, c = lane % 4;
-    uint4(&slots)[SLOTS][2][32] = shared.codes[warp];
-
-    // Scales are where sums come later. 16 are 20 apart, so that the lanes of a quad read different banks. That of a key
-    // is NaN if it or that of the value is not usable.
-    uint4 *const of_keys = (uint4*)shared.s[warp], *const of_values = of_keys + PAGE / 16 * 5;
-    bool good = true;
-    const auto checked = [&](u32 of_key, u32 of_value) {
-      const bool both = usable(__uint_as_float(of_key)) && usable(__uint_as_float(of_value));
-      good = good && both;
-      return both ? of_key : 0x7fc00000u;
-    };
-    of_keys[lane + lane / 4] = make_uint4(checked(k_scale.x, v_scale.x), checked(k_scale.y, v_scale.y),
-                                          checked(k_scale.z, v_scale.z), checked(k_scale.w, v_scale.w));
-    of_values[lane + lane / 4] = v_scale;
-    good = __all_sync(~0u, good);
-    __syncwarp();
-
-    s32 sums[TILES][2 * HALVES];  // of 8 keys, of which a lane has 2
+  // Computes the warp's part of a block of keys that has begun, which is number `at` of its chunk, and begins the next
+  // one if there is one.
+  DEVICE void take(const Attention& p, s32 block, s32 at, s64 next, Shared<D, ROWS, TEAMS>& shared) {
+    const u32 thread = own_thread(), lane = thread % 32, team = thread / (32 * TEAM), warp = thread / 32 % TEAM;
+    const u32 quad = lane / 4, c = lane % 4;
+    Exchange<ROWS>& exchange = shared.exchange[team];
+    u32 usable_keys = 0;  // of the lane's keys, in the order of their scores
+    f32 of_key[8], of_value[8];
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      arrived();
-      u32 keys[STEP_TILES][WORDS];
-#pragma unroll
-      for (int i = 0; i < STEP_TILES; ++i) words_of(lane, slots[step % SLOTS], i, keys[i]);
-      __syncwarp();
-      request_next(p, lane, step, page, shared.next[own_thread() / 32], slots);
-#pragma unroll
-      for (int i = 0; i < STEP_TILES; ++i) q.times(keys[i], sums[step * STEP_TILES + i]);
+    for (int i = 0; i < 2; ++i) {
+      Chunk<f32>::unpack(k_scale[i], *(f32(*)[4])(of_key + 4 * i));
+      Chunk<f32>::unpack(v_scale[i], *(f32(*)[4])(of_value + 4 * i));
     }
-    __syncwarp();  // so that scales do not take registers before
-    f32 y[TILES][2 * HALVES];
 #pragma unroll
-    for (int t = 0; t < TILES; t += 2) {
-      f32 scale[4];
-      Chunk<f32>::unpack(of_keys[5 * c + 20 * (t / 8) + t % 8 / 2], scale);
+    for (int i = 0; i < 8; ++i) usable_keys |= (u32)(usable(of_key[i]) && usable(of_value[i])) << i;
+
+    f32 y[TILES][2 * HALVES];  // of 8 keys, of which a lane has 2
+    arrived();
 #pragma unroll
-      for (int i = 0; i < 4 * HALVES; ++i) {
-        const int u = i / (2 * HALVES), j = i % (2 * HALVES);
-        y[t + u][j] = mul_rn((f32)sums[t + u][j], scale[2 * u + j % 2]);
+    for (int t = 0; t < TILES; ++t) {
+      const u32 row = first_key(warp, quad / 2) + t / 2 * 8 + t % 2 * 2 + quad % 2;
+      const uint4* const keys = shared.keys[team];
+      u32 w[WORDS];
+      if (D == 32) {
+        const uint2 two = ((const uint2*)(keys + row * UNITS))[c];
+        w[0] = two.x, w[1] = two.y;
+      } else {
+#pragma unroll
+        for (int i = 0; i < WORDS / 4; ++i) put(keys[place(row, 4 * i + c, UNITS)], w, 4 * i);
       }
+      s32 sums[2 * HALVES];
+      q.times(w, sums);
+#pragma unroll
+      for (int j = 0; j < 2 * HALVES; ++j) y[t][j] = mul_rn((f32)sums[j], of_key[2 * t + j % 2]);
     }
+    __syncwarp();  // all lanes have read the keys
+    request_keys(p, warp, lane, next, shared.keys[team]);
 
-    // Of the lane's keys, in the order of their scores: which are usable, and which a row sees.
-    u32 usable_keys = ~0u, counts[HALVES], unusable[HALVES];
-    if (!good) {
-      usable_keys = 0;
-#pragma unroll 1
-      for (int i = 0; i < 32; ++i) {
-        usable_keys |= (u32)(((const f32*)(of_keys + 5 * c + 20 * (i / 16)))[i % 16] >= 0.0f) << i;
-      }
-    }
-    bool whole = true;
-    Sums own[HALVES];
-    bool some[HALVES];
+    u32 counts[HALVES];
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
       const Row& row = shared.rows[8 * r + quad];
-      const s32 from = block * PAGE + 16 * c, low = row.first - from, high = row.last - from;
-      some[r] = max(row.first, block * PAGE) <= min(row.last, block * PAGE + PAGE - 1);
-      const u32 seen = bits_between(low, high) | bits_between(low - 64, high - 64) << 16;
-      counts[r] = seen & usable_keys, unusable[r] = seen & ~usable_keys;
-      whole = whole && counts[r] == ~0u;
+      const s32 from = block * PAGE + (s32)first_key(warp, c);
+      const u32 sixteen = bits_between(row.first - from, row.last - from), seen = (sixteen & 15) | (sixteen >> 4 & 0xf0);
+      counts[r] = seen & usable_keys;
+      const s32 bad = quad_sum((seen & ~usable_keys) != 0);
+      if (counts[r] != 0xff) keep(y, r, counts[r], minus_infinity());
+      const f32 most = quad_max(largest(y, r));
+      if (c == 0) exchange.scores[8 * r + quad][warp] = bad ? __uint_as_float(0x7fc00000u) : most;
     }
-    whole = __all_sync(~0u, whole);
-    if (!whole) keep(y, counts, minus_infinity());
+    wait_for_team();
 
+    Sums own[HALVES];
     f32 factor[HALVES], shift[HALVES];
+    s32 weight[HALVES];
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
-      const f32 z = shared.rows[8 * r + quad].z, n = ceilf(__fmul_ru(z, quad_max(largest(y, r))));
-      const s32 bad = quad_sum(unusable[r] != 0);
+      const Row& row = shared.rows[8 * r + quad];
+      const float4 of = *(const float4*)exchange.scores[8 * r + quad];
+      const bool bad = of.x != of.x || of.y != of.y || of.z != of.z || of.w != of.w;
+      const f32 z = row.z, n = ceilf(__fmul_ru(z, fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w))));
+      const bool some = max(row.first, block * PAGE) <= min(row.last, block * PAGE + PAGE - 1);
       const bool valid = fabsf(n) < 8388608.0f && z >= 0.0f && !bad;
-      own[r].n = !some[r] ? UNSEEN : valid ? (s32)n : 0;
+      own[r].n = !some ? UNSEEN : valid ? (s32)n : 0;
       factor[r] = valid ? z : 0.0f, shift[r] = valid ? 512.0f - n : 512.0f;
       own[r].weight = valid ? 0.0f : __uint_as_float(0x7fc00000u);
-    }
-    u32 weight[HALVES] = {};
+      u32 sum = 0;
 #pragma unroll
-    for (int t = 0; t < TILES; t += 2) {
-      f32 scale[4];
-      Chunk<f32>::unpack(of_values[5 * c + 20 * (t / 8) + t % 8 / 2], scale);
-#pragma unroll
-      for (int i = 0; i < 4 * HALVES; ++i) {
-        f32& one = y[t + i / (2 * HALVES)][i % (2 * HALVES)];
-        const int r = i % (2 * HALVES) / 2;
+      for (int i = 0; i < 2 * TILES; ++i) {
+        f32& one = y[i / 2][2 * r + i % 2];
         const f32 e = power_of_two(fma_rn(factor[r], one, shift[r]));
-        weight[r] += __float_as_uint(fma_rn(e, 65536.0f, 8388608.0f));  // 0 beside 2^23 if the key does not count
-        one = mul_rn(e, scale[i / (2 * HALVES) * 2 + i % 2]);
+        sum += __float_as_uint(fma_rn(e, 65536.0f, 8388608.0f));  // 0 beside 2^23 if the key does not count
+        one = mul_rn(e, of_value[i]);
       }
+      if (counts[r] != 0xff) keep(y, r, counts[r], 0.0f);
+      weight[r] = quad_sum((s32)(sum - 8u * 0x4b000000u));
+      const f32 most = quad_max(fmaxf(largest(y, r), 0.0f));
+      if (c == 0) exchange.products[8 * r + quad][warp] = most, exchange.weight[8 * r + quad][warp] = weight[r];
     }
-    if (!whole) keep(y, counts, 0.0f);
-    Operand<u8, ROWS, 8> weights;  // a word has 4 keys, in the order of the columns of v_codes
+    if (next >= 0) request_scales(p, warp, c, next);
+    wait_for_team();
+
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
+      const float4 of = *(const float4*)exchange.products[8 * r + quad];
+      const int4 parts = *(const int4*)exchange.weight[8 * r + quad];
       f32 unit;
-      weights_unit(quad_max(fmaxf(largest(y, r), 0.0f)), own[r].m, unit);
-      own[r].weight = own[r].weight + (f32)quad_sum((s32)(weight[r] - 32u * 0x4b000000u));
-      u32 w[8];
+      weights_unit(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), own[r].m, unit);
+      own[r].weight = own[r].weight + (f32)(parts.x + parts.y + parts.z + parts.w);
+      if (c == 0 && warp == 0) shared.sums[at][8 * r + quad] = own[r];
+      u32 w[2];  // a word has 4 keys, in the order of the columns of v_codes
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < 2; ++i) {
         u32 code[4];
 #pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          code[b] = __float_as_uint(fma_rn(y[i / 4 * 8 + i % 4 + b / 2 * 4][2 * r + b % 2], unit, 8388608.0f));
-        }
+        for (int b = 0; b < 4; ++b) code[b] = __float_as_uint(fma_rn(y[i + b / 2 * 2][2 * r + b % 2], unit, 8388608.0f));
         w[i] = four_bytes(code[0], code[1], code[2], code[3]);
       }
-      weights.set(r, w);
-      if (c == 0) shared.sums[warp][8 * r + quad] = own[r];
+      *(uint2*)(exchange.weights[8 * r + quad][c] + 2 * warp) = make_uint2(w[0], w[1]);
     }
+    wait_for_team();
 
-    const s64 next = shared.next[own_thread() / 32];
-    if (next >= 0) request_scales(p, lane, next);
-    __syncwarp();  // all lanes have read the scales
+    Operand<u8, ROWS, 8> weights;
 #pragma unroll
-    for (int t = 0; t < STEPS; ++t) {
-      arrived();
-      u32 values[8];
-      put(slots[(STEPS + t) % SLOTS][0][lane], values, 0), put(slots[(STEPS + t) % SLOTS][1][lane], values, 4);
-      __syncwarp();
-      request_next(p, lane, STEPS + t, page, next, slots);
-      s32 more[2 * HALVES];
-      weights.times(values, more);
+    for (int r = 0; r < HALVES; ++r) {
+      const uint4* const from = (const uint4*)exchange.weights[8 * r + quad][c];
+      u32 w[8];
+      put(from[0], w, 0), put(from[1], w, 4);
+      weights.set(r, w);
+    }
+    arrived();
+#pragma unroll
+    for (int t = 0; t < D / 32; ++t) {
+      const u32 first = warp * (D / 4) + 8 * t;
+      u32 w[8];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) put(shared.values[team][place(first + quad, 4 * i + c, 8)], w, 4 * i);
+      s32 sums[2 * HALVES];
+      weights.times(w, sums);
 #pragma unroll
       for (int r = 0; r < HALVES; ++r) {
-        *(float2*)&shared.s[warp][8 * r + quad][8 * t + 2 * c] = make_float2((f32)more[2 * r], (f32)more[2 * r + 1]);
+        *(float2*)&shared.s[at][8 * r + quad][first + 2 * c] = make_float2((f32)sums[2 * r], (f32)sums[2 * r + 1]);
       }
     }
+    __syncwarp();  // all lanes have read the values
+    request_values(p, warp, lane, next, shared.values[team]);
   }
 
  private:
   typedef f32 (&Scores)[TILES][2 * HALVES];
-  static DEVICE void keep(Scores y, const u32 (&counts)[HALVES], f32 otherwise) {
+  static DEVICE void keep(Scores y, int r, u32 counts, f32 otherwise) {
 #pragma unroll
-    for (int i = 0; i < TILES * 2 * HALVES; ++i) {
-      const int t = i / (2 * HALVES), j = i % (2 * HALVES);
-      y[t][j] = counts[j / 2] >> (2 * t + j % 2) & 1 ? y[t][j] : otherwise;
+    for (int i = 0; i < 2 * TILES; ++i) {
+      f32& one = y[i / 2][2 * r + i % 2];
+      one = counts >> i & 1 ? one : otherwise;
     }
   }
   static DEVICE f32 largest(Scores y, int r) {
@@ -354,51 +352,57 @@ template <int D, int ROWS> struct Warp {
   }
 };
 
-template <int D, int ROWS> DEVICE void attend(const Attention& p, const Parts& parts, Shared<D, ROWS>& shared) {
-  enum { N = D / 32, LOADS = 16 };
+template <int D, int ROWS, int TEAMS> DEVICE void attend(const Attention& p, const Parts& parts, Shared<D, ROWS, TEAMS>& shared) {
+  enum { N = D / 32, HALVES = ROWS / 8, WARPS = TEAMS * TEAM };
   const s32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x % p.kv_heads, split = blockIdx.y;
   // With one sharer nothing goes through global memory.
   const auto sharers = [&] { return max(min((s32)gridDim.y, shared.chunks), 1); };
-  const auto page_of = [&](const Tile& at, s32 head, s32 chunks, s32 chunk) -> s64 {
-    const s32 warp = own_thread() / 32;
-    const s32 block = (at.from / CHUNK + chunk) * CHUNK + warp;
+  const auto page_of = [&](const Tile& at, s32 head, s32 chunks, s32 chunk, s32 number) -> s64 {
+    const s32 block = (at.from / CHUNK + chunk) * CHUNK + number;
     return chunk < chunks && block >= at.from && block < at.blocks ? at.page(p, head, block) : -1;
   };
-  Warp<D, ROWS> own;
+  Warp<D, ROWS, TEAMS> own;
+  s64 page;  // that the team takes next, or -1
   {
     const Tile at(p, blockIdx.x / p.kv_heads, ROWS);
     if (!at.valid()) return;
     const s32 chunks = max((at.blocks + CHUNK - 1) / CHUNK - at.from / CHUNK, 0);
     if (split >= max(chunks, 1)) return;
-    const s64 page = page_of(at, head, chunks, split);
+    page = page_of(at, head, chunks, split, warp / TEAM);
+    Row rows[HALVES];  // which are on their way before the page is known
+#pragma unroll
+    for (int r = 0; r < HALVES; ++r) rows[r] = at.row(p, head, 8 * r + lane / 4);
+    own.load_rows(p, rows);
     if (page >= 0) own.begin(p, page, shared);
-    if (lane == 0) shared.next[warp] = page;
     if (threadIdx.x == 0) shared.at = at, shared.head = head, shared.chunks = chunks;
-    if (threadIdx.x < ROWS) {
-      shared.rows[threadIdx.x] = at.row(p, head, threadIdx.x);
-      shared.total_sums[threadIdx.x] = Sums::none();
+#pragma unroll
+    for (int r = 0; r < HALVES; ++r) {
+      if (warp == 0 && lane % 4 == 0) shared.rows[8 * r + lane / 4] = rows[r], shared.total_sums[8 * r + lane / 4] = Sums::none();
     }
   }
   __syncthreads();
-  own.load_rows(p, shared);
 #pragma unroll 1
   for (s32 chunk = split; chunk < shared.chunks; chunk += sharers()) {
-    const u32 thread = own_thread(), lane = thread % 32, warp = thread / 32;
-    const s64 page = shared.next[warp], next = page_of(shared.at, shared.head, shared.chunks, chunk + sharers());
-    __syncwarp();
-    if (lane == 0) shared.next[warp] = next;
-    if (page >= 0) {
-      own.take(p, (shared.at.from / CHUNK + chunk) * CHUNK + warp, page, shared);
-    } else {
-      if (next >= 0) own.begin(p, next, shared);
-      if (lane < ROWS) shared.sums[warp][lane] = Sums::none();
+#pragma unroll 1
+    for (s32 number = own_thread() / (32 * TEAM); number < CHUNK; number += TEAMS) {
+      const bool ends = number + TEAMS >= CHUNK;
+      const s32 then = ends ? chunk + sharers() : chunk, of_then = ends ? number % TEAMS : number + TEAMS;
+      const s64 next = page_of(shared.at, shared.head, shared.chunks, then, of_then);
+      if (page >= 0) {
+        own.take(p, (shared.at.from / CHUNK + chunk) * CHUNK + number, number, next, shared);
+      } else {
+        const u32 thread = own_thread() % (32 * TEAM);
+        if (next >= 0) own.begin(p, next, shared);
+        if (thread < ROWS) shared.sums[number][thread] = Sums::none();
+      }
+      page = next;
     }
     __syncthreads();
 #pragma unroll 1
-    for (s32 r = warp; r < ROWS; r += CHUNK) {  // and the lane's elements of it
+    for (s32 r = warp; r < ROWS; r += WARPS) {  // and the lane's elements of it
       if (!shared.rows[r].valid) continue;
       Part<N> sum = nothing<N>();
-#pragma unroll
+#pragma unroll 1
       for (int b = 0; b < CHUNK; ++b) sum.include(part_at<N>(shared.sums[b][r], shared.s[b][r]));
       if (sharers() > 1) {
         const s64 place = shared.rows[r].at * chunks_of(p) + chunk;
@@ -428,33 +432,33 @@ template <int D, int ROWS> DEVICE void attend(const Attention& p, const Parts& p
     __threadfence();
   }
 #pragma unroll 1
-  for (s32 r = warp; r < ROWS; r += CHUNK) {
+  for (s32 r = warp; r < ROWS; r += WARPS) {
     if (!shared.rows[r].valid) continue;
     const s64 row = shared.rows[r].at;
     Part<N> total = sharers() > 1 ? nothing<N>() : part_at<N>(shared.total_sums[r], shared.total[r]);
-    // A lane has the facts of one of 32 chunks.
+    // The sums of chunks come through the warp's part of the codes; lane k has the facts of the k-th of them. Loops are
+    // not unrolled: the code of a block that comes last would be fetched from memory.
+    u8* const held = (u8*)shared.keys + warp * (64 * D);
 #pragma unroll 1
-    for (s32 begin = 0; sharers() > 1 && begin < shared.chunks; begin += 32) {
-      const f32* const sums = parts.sums + (row * chunks_of(p) + begin) * D + lane;
-      const s32 count = min(shared.chunks - begin, 32);
-      const uint4 facts = __ldcg(parts.facts + row * chunks_of(p) + begin + min(lane, count - 1));
+    for (s32 begin = 0; sharers() > 1 && begin < shared.chunks; begin += 16) {
+      const s64 first = row * chunks_of(p) + begin;
+      const s32 count = min(shared.chunks - begin, 16);
+      const uint4 facts = __ldcg(parts.facts + first + min(lane, count - 1));
 #pragma unroll 1
-      for (s32 from = 0; from < count; from += LOADS) {
-        Part<N> loaded[LOADS];
+      for (s32 at = 16 * lane; at < 4 * D * count; at += 512) cp_async_16(shared_address(held + at), (const u8*)(parts.sums + first * D) + at, true);
+      cp_async_commit_group();
+      cp_async_wait_group<0>();
+      __syncwarp();
+#pragma unroll 1
+      for (s32 k = 0; k < count; ++k) {
+        Part<N> part;
+        part.sums.n = (s32)__shfl_sync(~0u, facts.x, k), part.sums.m = (s32)__shfl_sync(~0u, facts.y, k);
+        part.sums.weight = __uint_as_float(__shfl_sync(~0u, facts.z, k));
 #pragma unroll
-        for (int k = 0; k < LOADS; ++k) {
-#pragma unroll
-          for (int i = 0; i < N; ++i) loaded[k].s[i] = __ldcg(sums + (s64)min(from + k, count - 1) * D + 32 * i);
-        }
-#pragma unroll
-        for (int k = 0; k < LOADS; ++k) {
-          const s32 n = (s32)__shfl_sync(~0u, facts.x, from + k);
-          loaded[k].sums.n = from + k < count ? n : UNSEEN;
-          loaded[k].sums.m = (s32)__shfl_sync(~0u, facts.y, from + k);
-          loaded[k].sums.weight = __uint_as_float(__shfl_sync(~0u, facts.z, from + k));
-          total.include(loaded[k]);
-        }
+        for (int i = 0; i < N; ++i) part.s[i] = ((const f32*)held)[k * D + lane + 32 * i];
+        total.include(part);
       }
+      __syncwarp();
     }
     const Finish finished(total.sums);
 #pragma unroll
@@ -462,19 +466,22 @@ template <int D, int ROWS> DEVICE void attend(const Attention& p, const Parts& p
   }
 }
 
-#define ATTENTION_SPLIT(D, ROWS)                                                                                       \
+#define ATTENTION_SPLIT(D, ROWS, TEAMS)                                                                                \
   extern __shared__ uint4 held[];                                                                                      \
-  static_assert(sizeof(Shared<D, ROWS>) == SHARED_BYTES(D, ROWS), "what the launch rule says");                        \
-  Shared<D, ROWS>& shared = *(Shared<D, ROWS>*)held;                                                                   \
-  griddepcontrol_launch_dependents();                                                                                  \
+  static_assert(sizeof(Shared<D, ROWS, TEAMS>) == SHARED_BYTES(D, ROWS, TEAMS), "what the launch rule says");          \
+  Shared<D, ROWS, TEAMS>& shared = *(Shared<D, ROWS, TEAMS>*)held;                                                     \
   griddepcontrol_wait();                                                                                               \
+  griddepcontrol_launch_dependents();                                                                                  \
   const Attention p = ATTENTION_GIVEN;                                                                                 \
-  attend<D, ROWS>(p, Parts{part_sums, part_facts, counters}, shared)
+  attend<D, ROWS, TEAMS>(p, Parts{part_sums, part_facts, counters}, shared)
 #define ATTENTION_SPLIT_PARAMETERS ATTENTION_PARAMETERS, f32 *part_sums, uint4 *part_facts, u32 *counters
 
-KERNEL(THREADS, 4) attention_split_32_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 8); }
-KERNEL(THREADS, 4) attention_split_64_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 8); }
-KERNEL(THREADS, 4) attention_split_128_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 8); }
-KERNEL(THREADS, 3) attention_split_32_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 16); }
-KERNEL(THREADS, 3) attention_split_64_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 16); }
-KERNEL(THREADS, 3) attention_split_128_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 16); }
+KERNEL(128, 4) attention_split_32_8_1(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 8, 1); }
+KERNEL(128, 4) attention_split_64_8_1(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 8, 1); }
+KERNEL(128, 4) attention_split_128_8_1(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 8, 1); }
+KERNEL(256, 2) attention_split_32_8_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 8, 2); }
+KERNEL(256, 2) attention_split_64_8_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 8, 2); }
+KERNEL(256, 2) attention_split_128_8_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 8, 2); }
+KERNEL(256, 2) attention_split_32_16_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 16, 2); }
+KERNEL(256, 2) attention_split_64_16_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 16, 2); }
+KERNEL(256, 2) attention_split_128_16_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 16, 2); }

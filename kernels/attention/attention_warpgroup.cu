@@ -359,8 +359,8 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * WARPGROUPS, 1)
     }
     fence_mbarrier_init();
   }
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __syncthreads();
   // The last tiles of a sequence see the most keys, and begin first.
   const Tile tile(p, tiles - 1 - (s64)(blockIdx.x / (u32)kv_heads), ROWS);

@@ -16,8 +16,8 @@
 #include "runs.cuh"
 
 KERNEL(512, 1) quantized_rows(const Data* output, u8* output_codes, f32* output_scale, s64 tokens, s64 columns, s32 lanes) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   by_runs<8>(output, columns, output_codes, columns, output_scale, nullptr, columns, columns, tokens, 1, lanes, 0, -127,
              127, 1, tokens);
 }

@@ -432,14 +432,14 @@ DEVICE void values_of_a_tile(const Append& p, u32 block) {
          tokens,  heads,   kv_heads, head_size, sequences, pages,    most_blocks, most_positions, rotated, interleaved}
 
 KERNEL(256, 4) rope_quantize_append_rows(PARAMETERS) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   heads_of_a_row<1, true>(GIVEN, blockIdx.x, parts);
 }
 
 KERNEL(256, 2) rope_quantize_append_tiles(PARAMETERS) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if (blockIdx.x < (u32)value_blocks) values_of_a_tile(GIVEN, blockIdx.x);
   else heads_of_a_row<4, false>(GIVEN, blockIdx.x - value_blocks, parts);
 }

@@ -28,4 +28,10 @@ DEVICE void cp_async_16_zfill(u32 to, const void* from, s32 real) {
 }
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// Named barrier `id` of the block, for THREADS threads: bar_sync waits, bar_arrive does not.
+template <int THREADS> DEVICE void bar_sync(u32 id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory"); }
+template <int THREADS> DEVICE void bar_arrive(u32 id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
 #endif

@@ -110,8 +110,8 @@ __device__ __noinline__ void slow_gated_codes(const Data* gate, const Data* up, 
 // A group of threads takes one row. A row has at most R chunks for each thread, which are read once, unless LONG.
 template <int R, bool LONG, class Group>
 DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_out, s32 q_min, s32 q_max) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const u32 lane = group.lane(), lanes = group.count, piece = R * lanes, chunks = (u32)(all.columns / Width<Data>::count);
   const bool by_chunks = all.by_chunks();
   const s64 own = ((s64)blockIdx.y * gridDim.x + blockIdx.x) * group.groups() + group.group();
@@ -156,8 +156,8 @@ DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_ou
 // A group of threads takes one row; the blocks of a column of the grid share its parts.
 template <int R, class Group>
 DEVICE void gated_scaled(const Group group, const GatedRows& all, const Scales<Data>& scales) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   enum { V = Width<Data>::count };
   const u32 lane = group.lane(), lanes = group.count, piece = R * lanes, chunks = (u32)(all.columns / V);
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();

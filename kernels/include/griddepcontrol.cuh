@@ -6,7 +6,8 @@
 //
 // Data: a kernel reads and writes no memory before the wait, not even weights -> registers or shared memory. That holds
 // for any kernel in front: one that never executes launch_dependents does so implicitly when its blocks end, which is
-// before its stores are visible.
+// before its stores are visible. A short kernel launches its dependents right after its own wait: earlier, they would
+// only take room and wait, too.
 //
 // Variants: none. Before sm_90 nothing overlaps, and both functions do nothing.
 #pragma once

@@ -61,12 +61,6 @@ DEVICE void st_shared_cluster_v4(u32 to, u32 rank, const s32 (&v)[4]) {
       : "memory");
 }
 
-// Named barrier `id` of the block, for THREADS threads: bar_sync waits, bar_arrive does not.
-template <int THREADS> DEVICE void bar_sync(u32 id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory"); }
-template <int THREADS> DEVICE void bar_arrive(u32 id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
 DEVICE u32 cluster_ctarank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 // The two halves of cluster_sync, for warps whose lanes may have diverged.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
@@ -75,11 +69,24 @@ DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// What L2 does with what a copy reads: bytes that are read once are the first to go, so that they push nothing else out.
+DEVICE u64 l2_policy(bool once) {
+  u64 first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return once ? first : normal;
+}
 // Copies the box that begins at byte `x` of row `y` to shared memory. Bytes beyond the matrix become zero.
 DEVICE void cp_async_bulk_tensor_2d(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+DEVICE void cp_async_bulk_tensor_2d(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], "
+      "%5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
       : "memory");
 }
 // The same, to the same shared address in every block of the cluster that has a bit in `mask`.
@@ -90,9 +97,9 @@ DEVICE void cp_async_bulk_tensor_2d_multicast(u32 to, const TensorMap* map, s32 
       : "memory");
 }
 // Copies contiguous bytes to shared memory; both addresses and the number of bytes are multiples of 16.
-DEVICE void cp_async_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
+DEVICE void cp_async_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
                : "memory");
 }
 DEVICE void prefetch_tensormap(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

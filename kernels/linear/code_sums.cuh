@@ -38,8 +38,8 @@ template <class T> DEVICE s32 sum_of_row(const u8* row, u32 units, u32 lane) {
 
 KERNEL(256, 4) code_sums(const u8* w, s64 w_leading, s64 w_rows, const u8* a, const u8* given_a, s64 a_leading, s64 a_rows,
                          s32* sums, s64 k) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32;
   if (given_a != nullptr) a = given_a;
   for (s64 row = (s64)blockIdx.x * warps + threadIdx.x / 32; row < w_rows + a_rows; row += (s64)gridDim.x * warps) {

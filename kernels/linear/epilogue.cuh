@@ -284,6 +284,7 @@ template <class Out> __device__ __noinline__ f32 curved(f32 v, f32 per_unit) {
 typedef IsSum<SKUDA_OUT>::type Result;
 DEVICE s32 apply_epilogue(s32 acc, f32, f32, f32, s32) { return acc; }
 DEVICE s64 apply_epilogue(s64 acc, f32, f32, f32, s64) { return acc; }
+DEVICE s32 apply_epilogue(s64 acc, f32, f32, f32, s32) { return (s32)acc; }  // of codes of 8 bits, which fits
 template <class Sum> DEVICE f32 apply_epilogue(Sum acc, f32 sa, f32 sw, f32 bias, f32) {
   f32 v = mul_rn(mul_rn(sa, sw), (f32)acc);
   if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;

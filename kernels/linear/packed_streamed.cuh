@@ -139,6 +139,7 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
   if (warp >= CONSUMERS / 32) {
     if (MANY) setmaxnreg_dec<24>();
     if (warp > CONSUMERS / 32 + 1) return;
+    const u64 policy = l2_policy(gridDim.x == 1);
     griddepcontrol_wait();
     for (u32 tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
       const s64 unit = (s64)tile * units;
@@ -162,7 +163,7 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
         __syncwarp();
         if (lane < here) {
           const u32 to = shared_address(levels) + at.stage * w_stage + lane * unit_stage;
-          cp_async_bulk(to, packed + ((unit + lane) * blocks + block) * PACKED_BYTES, bytes, barrier);
+          cp_async_bulk(to, packed + ((unit + lane) * blocks + block) * PACKED_BYTES, bytes, barrier, policy);
         }
       }
     }

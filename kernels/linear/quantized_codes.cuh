@@ -19,8 +19,8 @@
 KERNEL(512, 1) quantized_linear_codes(const Data* activation, s64 activation_leading, u8* codes, u8* given_codes,
                                       Real* act_scale, Real* given_scale, s64 m, s64 k, s32 lanes, s32 q_min,
                                       s32 q_max) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   by_runs<8>(activation, activation_leading, given_codes ? given_codes : codes, k * Halves<SKUDA_CODE>::count,
              given_scale ? given_scale : act_scale, nullptr, k, k, m, 1, lanes, 0, q_min, q_max, 1, m);
 }

@@ -342,6 +342,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
   PipelineState at{0, 0, stages};
   if (warp == CONSUMERS / 32) {
     if (lane != 0) return;
+    const u64 policy = l2_policy(gridDim.y == 1);
     griddepcontrol_wait();
     for (u32 tile = first; tile < tiles; tile += hop) {
 #pragma unroll 1
@@ -352,8 +353,8 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
         for (u32 c = 0; c < K_BLOCKS; ++c) {
           const s32 x = (s32)((order.at(step) * K_BLOCKS + c) * 128), y = (s32)(tile * 8 * atoms);
           const u32 to = w_stages + at.stage * w_stage + c * w_k_block;
-          cp_async_bulk_tensor_2d(to, &w_map, x, y, full + 8 * at.stage);
-          if (W_HALVES > 1) cp_async_bulk_tensor_2d(to + w_half, &w_map, x + (s32)k, y, full + 8 * at.stage);
+          cp_async_bulk_tensor_2d(to, &w_map, x, y, full + 8 * at.stage, policy);
+          if (W_HALVES > 1) cp_async_bulk_tensor_2d(to + w_half, &w_map, x + (s32)k, y, full + 8 * at.stage, policy);
         }
       }
     }

@@ -76,7 +76,7 @@ static inline unsigned skuda_swizzled(unsigned at) { return at ^ (at >> 7 & 7) <
 
 template <class Map> static void prefetch_tensormap(const Map*) {}
 template <class Map>
-static void cp_async_bulk_tensor_2d(unsigned to, const Map* given, int x, int y, unsigned barrier) {
+static void cp_async_bulk_tensor_2d(unsigned to, const Map* given, int x, int y, unsigned barrier, unsigned long long = 0) {
   static_assert(sizeof(Map) >= sizeof(SkudaMap), "a map has room");
   skuda_touch(given);
   const SkudaMap& map = *(const SkudaMap*)given;
@@ -93,7 +93,8 @@ static void cp_async_bulk_tensor_2d(unsigned to, const Map* given, int x, int y,
   skuda_arrive(barrier, 0, -(int)(map.box_rows * 128));
 }
 
-static inline void cp_async_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+static inline unsigned long long l2_policy(bool) { return 0; }
+static inline void cp_async_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier, unsigned long long) {
   if (to % 16 || (unsigned long long)from % 16 || bytes % 16) skuda_fault("a misaligned copy");
   skuda_touch((const unsigned char*)from), skuda_touch((const unsigned char*)from + bytes - 1);
   memcpy(skuda_dynamic_shared + to, from, bytes);
