@@ -58,9 +58,9 @@ class LaunchCache:
         _all.add(self)
 
     def keep(self, key: Hashable, launch: CachedLaunch) -> None:
-        """Keep a launch under a key."""
-        if len(self.of) >= _MOST_KEYS:
-            self.of.clear()
+        """Keep a launch under a key; if there are too many, the oldest keys go."""
+        for oldest in tuple(self.of)[: _MOST_KEYS // 8 + 1] if len(self.of) >= _MOST_KEYS else ():
+            self.of.pop(oldest, None)
         self.of[key] = (launch, *self.of.get(key, ()))[:_MOST_FORMS]
 
     def forget(self) -> None:

@@ -81,14 +81,15 @@ def warpgroup(problem: AttentionDescriptor, device: Device) -> Launch:
 
 
 def split(problem: AttentionDescriptor, device: Device) -> Launch:
-    """Launch blocks of one team or two, of which several share the chunks of some rows of a sequence and head of keys."""
+    """Launch blocks of one or two teams, several of which share the chunks of some rows of a sequence and head."""
     if not problem.tokens:
         return Launch(steps=())
     rows = _FEW_ROWS if problem.rows_per_sequence <= _FEW_ROWS else _ROWS
     jobs, sums, facts = _tiles(problem, rows) * problem.kv_heads, *_parts(problem)
     splits = _splits(problem, rows, device.sm_count) if 4 * jobs <= MOST_ZEROS and sums + facts <= _MOST_PARTS else 1
     few = jobs * -(-problem.most_blocks // CHUNK) <= _ALL_AT_ONCE * device.sm_count
-    teams = 2 if few or rows > _FEW_ROWS else 1
+    fits = _shared(problem.head_size, rows, 2) <= device.shared_memory
+    teams = 2 if fits and (few or rows > _FEW_ROWS) else 1
     step = Step(
         entry=f"attention_split_{problem.head_size}_{rows}_{teams}",
         grid=(jobs, splits, 1),

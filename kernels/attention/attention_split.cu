@@ -23,7 +23,8 @@
 // multiplies 16 neighbouring ones.
 //
 // Variants: one entry for each D, and for tiles of 8 rows, with one team or two, and of 16 rows, with two. Two teams take
-// the fewest steps one after another; they win where few thread blocks have work.
+// the fewest steps one after another; they win where few thread blocks have work. A D of 128 has 16 rows with one team,
+// too: for cards whose shared memory two do not fit into.
 #include "attention.cuh"
 #include "cp_async.cuh"
 #include "griddepcontrol.cuh"
@@ -482,6 +483,7 @@ KERNEL(128, 4) attention_split_128_8_1(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_S
 KERNEL(256, 2) attention_split_32_8_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 8, 2); }
 KERNEL(256, 2) attention_split_64_8_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 8, 2); }
 KERNEL(256, 2) attention_split_128_8_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 8, 2); }
+KERNEL(128, 2) attention_split_128_16_1(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 16, 1); }
 KERNEL(256, 2) attention_split_32_16_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 16, 2); }
 KERNEL(256, 2) attention_split_64_16_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 16, 2); }
 KERNEL(256, 2) attention_split_128_16_2(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 16, 2); }

@@ -253,8 +253,7 @@ def _inputs(kind, count, rng, rows=64, d=128):
         k[:, 17] *= 6
         v[:, 5] *= 5
     elif kind == "sink":
-        k[0] = 0
-        k[0, 0] = 60
+        k[0] = 60 * (np.arange(d) == 0)
         q[:, 0] = abs(q[:, 0]) + 2
         v[0] *= 1e-3
     elif kind == "zeros":
@@ -315,14 +314,15 @@ def test_few_rows_for_each_sequence_are_spread(fields, variant):
 
 
 @pytest.mark.parametrize(
-    ("sequences", "blocks", "splits"),
-    [(1, 256, 64), (1, 2, 1), (1, 0, 1), (4, 1024, 33), (64, 8, 2), (64, 256, 2), (256, 256, 1), (1, 2**23, 1)],
+    ("sequences", "blocks", "splits", "teams"),
+    [(1, 256, 64, 1), (1, 9, 3, 2), (1, 0, 1, 2), (4, 1024, 16, 1), (16, 9, 3, 2), (64, 9, 1, 1), (1, 2**23, 1, 1)],
 )
-def test_blocks_share_a_row_until_the_card_is_full(sequences, blocks, splits):
+def test_blocks_share_a_row_until_the_card_is_full(sequences, blocks, splits, teams):
     launch = split(decoding(sequences, blocks), KNOWN_DEVICES["h200"])
     scratch = dict(launch.scratch)
-    assert launch.steps[0].grid[1] == splits
+    assert (launch.steps[0].entry[-3:], launch.steps[0].grid) == (f"8_{teams}", (8 * sequences, splits, 1))
     assert (scratch == {}) == (splits == 1)
     assert scratch.pop(ZEROS, 0) <= MOST_ZEROS
     assert sum(scratch.values()) <= 128 << 20
-    assert launch.steps[0].shared <= KNOWN_DEVICES["rtx4090"].shared_memory
+    for tokens in (sequences, 3 * sequences):
+        assert split(decoding(sequences, blocks, tokens=tokens), KNOWN_DEVICES["rtx4090"]).steps[0].shared <= 99 << 10

@@ -216,14 +216,14 @@ def test_no_tensor_is_kept():
     assert [one() for one in watched] == [None] * 4
 
 
-def test_the_number_of_launches_is_bounded(monkeypatch):
+def test_the_number_of_launches_is_bounded_and_only_the_oldest_go(monkeypatch):
     monkeypatch.setattr("skuda.dispatch.launch_cache._MOST_KEYS", 3)
     x, w, scale = product(fresh(), m=9)
     want = SKUDA.quantized_linear(x, w, scale)
-    for _ in range(2):
-        for rows in range(1, 9):
-            assert torch.equal(SKUDA.quantized_linear(x[:rows], w, scale), want[:rows])
-            assert 1 <= len(LAUNCHES.of) <= 3
+    for at in range(16):
+        rows, before = 1 + at % 8, set(LAUNCHES.of)
+        assert torch.equal(SKUDA.quantized_linear(x[:rows], w, scale), want[:rows])
+        assert at < 4 or (len(before - set(LAUNCHES.of)), len(LAUNCHES.of)) == (1, 3)
 
 
 def test_a_scale_of_channels_may_be_a_matrix_of_one_column():
