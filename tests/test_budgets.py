@@ -12,7 +12,7 @@ PARTS = {
     "torch": ("dispatch/torch", (), 17_600),
     "serving": ("dispatch/serving", (), 640),
     "vllm": ("dispatch/vllm", (), 2_910),
-    "tests": ("tests", (), 49_840),
+    "tests": ("tests", (), 49_850),
 }
 
 

@@ -122,8 +122,8 @@ FAULTS = (
     Fault(
         "begins-before-the-previous-kernel-ends",
         "kernels/quantize/norm.cuh",
-        "  griddepcontrol_wait();\n  const s64 own",
-        "  const s64 own",
+        "  griddepcontrol_wait();\n  griddepcontrol_launch",
+        "  griddepcontrol_launch",
         chunked("rms_norm_quantize.f32-s8"),
     ),
     Fault(
