@@ -464,8 +464,9 @@ template <bool CENTRED, class Group> DEVICE void slow_row(const Group& group, co
 }
 
 template <bool CENTRED, int R, bool LONG, class Group> DEVICE void norm(const Group& group, const Norm& all) {
+  if (CENTRED) griddepcontrol_launch_dependents();  // behind the wait, it makes some of these kernels spill registers
   griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
+  if (!CENTRED) griddepcontrol_launch_dependents();
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();
   // Only blocks of several groups may have too many. Testing for that saves registers, except for LONG rows of f64 with
   // codes of bytes.

@@ -122,8 +122,8 @@ FAULTS = (
     Fault(
         "begins-before-the-previous-kernel-ends",
         "kernels/quantize/norm.cuh",
-        "  griddepcontrol_wait();\n  griddepcontrol_launch",
-        "  griddepcontrol_launch",
+        "  griddepcontrol_wait();\n",
+        "",
         chunked("rms_norm_quantize.f32-s8"),
     ),
     Fault(
