@@ -220,6 +220,7 @@ def test_the_number_of_launches_is_bounded_and_only_the_oldest_go(monkeypatch):
     monkeypatch.setattr("skuda.dispatch.launch_cache._MOST_KEYS", 3)
     x, w, scale = product(fresh(), m=9)
     want = SKUDA.quantized_linear(x, w, scale)
+    LAUNCHES.forget()
     for at in range(16):
         rows, before = 1 + at % 8, set(LAUNCHES.of)
         assert torch.equal(SKUDA.quantized_linear(x[:rows], w, scale), want[:rows])
