@@ -53,14 +53,14 @@ def answer(model: LlamaForCausalLM) -> str:
 print(f"{'weights x activations':24} {'MB':>5} {'perplexity':>10} {'divergence':>10}  says")
 forms = {"int8 x int8": Dynamic(), "int8 x int16": Dynamic(activations="int16")}
 forms["int4 x int8"] = Dynamic(weights="int4", group_size=32)
-before = sum(layer.weight.nbytes for layer in floats.model.modules() if isinstance(layer, torch.nn.Linear))
 for name, form in forms.items():
     model = copy.deepcopy(floats)
     report = skuda.torch.quantize_(model, form)
     skuda.torch.fuse_(model)
     found = skuda.torch.compare(model, floats, page)
     if name == "int8 x int8":
-        print(f"{'f32':24} {before / 1e6:5.0f} {found.reference_perplexity:10.2f} {'':10}  {answer(floats)}")
+        row = f"{report.layer_bytes_before / 1e6:5.0f} {found.reference_perplexity:10.2f} {'':10}"
+        print(f"{'f32':24} {row}  {answer(floats)}")
     row = f"{report.layer_bytes_after / 1e6:5.0f} {found.perplexity:10.2f} {found.divergence:10.4f}"
     print(f"{name:24} {row}  {answer(model)}")
     assert found.divergence < 0.1, found
