@@ -14,20 +14,24 @@
 // ring -> ldmatrix or wgmma.
 //
 // As in streamed.cuh the rows of w are the M side of a product, and the tokens are its N side, so each warp makes the
-// codes of its own 16 rows, in registers. It makes them while other warps multiply, or wgmma what it made before.
+// codes of its own 16 rows, in registers. It makes them while other warps multiply, or wgmma what it made before. (Codes
+// that go through shared memory, for wgmma to read there, took 1.2 to 1.4 times as long with two buffers and with three.)
 //
 // Variants.
 //   mma.sync (ROW_WARPS > 0): as many warps have a unit each. If the block has several times as many warps, these are
 //   parts that divide the K of each stage, and add their sums through shared memory: so a tile of few rows has enough.
 //   wgmma (ROW_WARPS = 0): with the codes of w in registers it takes about 55 cycles, and half a cycle a token, so that
 //   it is better than mma.sync from 64 tokens on.
+//   Split-K (SPLIT_K > 1, wgmma): the blocks of a cluster take parts of the K of one tile and add their sums through
+//   distributed shared memory, where the ring was. It wins if there are fewer tiles than multiprocessors.
 //   Zero points: products with ones are the sums of the codes of w, if a has zero points.
 //   Codes of 16 bits: the halves of a tile's tokens are as many columns again. K is then whole blocks, because w has any
 //   codes beyond K, and what follows the high halves there are the low ones.
 //   Rows beyond the tile: their warps make codes of its last unit, and nothing of that is written.
 //
 // Flags: TOKENS (columns: 8 to 256; mma.sync up to 64, wgmma from 32), WARPGROUPS (of consumers), ROW_WARPS, K_BLOCKS (blocks of K
-// in a stage), SPLIT_K=1, GROUPS, SKUDA_CODE, SKUDA_WEIGHT=s8, SKUDA_OUT, SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1: of a).
+// in a stage), SPLIT_K (1, 2), GROUPS, SKUDA_CODE, SKUDA_WEIGHT=s8, SKUDA_OUT, SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1: of a;
+// not with SPLIT_K > 1). The launch gives one tile for each cluster if SPLIT_K > 1.
 #pragma once
 #include "streamed.cuh"
 #include "packed_codes.cuh"
@@ -45,10 +49,12 @@ enum {
   ALL_THREADS = CONSUMERS + (MANY ? 128 : 64),
   EIGHTS = COLUMNS / 8,
   FOURS = SLABS * QUADS * A_HALVES,  // times four are a thread's sums
+  SHARES = PARTS * SPLIT_K,          // of K, which add their sums
   PART_SUMS = PARTS > 1 ? (FOURS + A_ZERO_POINTS) * PARTS * ROW_THREADS * 16 : 0,
   ONES_AND_ZEROS = 3 * ATOM  // ones for a whole block of K; for the last one, which are zeros beyond K; and zeros behind it
 };
 static_assert(BY_WARPS || OWN_BLOCKS * 4 / GROUP % 2 == 0, "codes of two groups of products take turns");
+static_assert(SPLIT_K == 1 || !BY_WARPS, "the parts of a block share its memory");
 
 DEVICE uint4 load_shared(const u8* at) { return *(const uint4*)at; }
 
@@ -103,6 +109,33 @@ DEVICE void add_parts(s32 (&d)[COLUMNS / 2], s32 (&w_sums)[4], int4* sums, u32 p
   }
 }
 
+// The same for the blocks of a cluster, which take the slabs in turn; `sums` is what they no longer need of the ring.
+DEVICE void add_blocks(s32 (&d)[COLUMNS / 2], u8* sums, u32 rank) {
+  const u32 thread = threadIdx.x * 16, mine = shared_address(sums) + thread;
+  cluster_arrive();
+  cluster_wait();  // all products of the cluster are done
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i) {
+    const u32 u = i % (SLABS * QUADS) / QUADS, at = (i / (SLABS * QUADS) * OWN_SLABS + u / SPLIT_K) * QUADS + i % QUADS;
+    const s32 four[4] = {d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
+    if (u % SPLIT_K != rank) st_shared_cluster_v4(mine + (at * SPLIT_K + rank) * (CONSUMERS * 16), u % SPLIT_K, four);
+  }
+  cluster_arrive();
+  cluster_wait();
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i) {
+    const u32 u = i % (SLABS * QUADS) / QUADS, at = (i / (SLABS * QUADS) * OWN_SLABS + u / SPLIT_K) * QUADS + i % QUADS;
+    if (u % SPLIT_K != rank) continue;
+    s32* const own = d + 4 * i;
+#pragma unroll
+    for (u32 other = 0; other < SPLIT_K; ++other) {
+      if (other == rank) continue;
+      const int4 four = *(const int4*)(sums + (at * SPLIT_K + other) * (CONSUMERS * 16) + thread);
+      own[0] += four.x, own[1] += four.y, own[2] += four.z, own[3] += four.w;
+    }
+  }
+}
+
 template <class Rows>
 DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, const u8* packed, const Epilogue& p, s64 k,
                                  u32 units, u32 stages) {
@@ -116,8 +149,9 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
   int4* const part_sums = (int4*)(staging + STAGING);
   f32* const act_scales = (f32*)((u8*)part_sums + PART_SUMS);
   const u32 full = shared_address(act_scales) + 4 * TOKENS * (1 + A_ZERO_POINTS), empty = full + 8 * stages;
-  const s64 token0 = (s64)blockIdx.x * TOKENS, all_units = (p.n + 15) / 16;
+  const s64 token0 = (s64)(blockIdx.x / SPLIT_K) * TOKENS, all_units = (p.n + 15) / 16;
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (u32)((all_units + units - 1) / units);
+  const u32 rank = SPLIT_K > 1 ? cluster_ctarank() : 0, begin = steps * rank / SPLIT_K, end = steps * (rank + 1) / SPLIT_K;
   if (threadIdx.x == 0) {
     prefetch_tensormap(&a_map);
 #pragma unroll 1
@@ -139,13 +173,13 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
   if (warp >= CONSUMERS / 32) {
     if (MANY) setmaxnreg_dec<24>();
     if (warp > CONSUMERS / 32 + 1) return;
-    const u64 policy = l2_policy(gridDim.x == 1);
+    const u64 policy = l2_policy(gridDim.x == SPLIT_K);
     griddepcontrol_wait();
     for (u32 tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
       const s64 unit = (s64)tile * units;
       const u32 here = all_units - unit < units ? (u32)(all_units - unit) : units;
 #pragma unroll 1
-      for (u32 step = 0; step < steps; ++step, at.next()) {
+      for (u32 step = begin; step < end; ++step, at.next()) {
         const u32 barrier = full + 8 * at.stage, block = step * K_BLOCKS;
         mbarrier_wait(empty + 8 * at.stage, at.parity ^ 1);
         if (warp > CONSUMERS / 32) {
@@ -198,7 +232,7 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
     u32 before = 0;
     u32 w[2][GROUP][4];  // the codes of a group of products, and those of the group before, which wgmma reads
 #pragma unroll 1
-    for (u32 step = 0; BY_WARPS && part < PARTS && step < steps; ++step, at.next()) {
+    for (u32 step = begin; BY_WARPS && part < PARTS && step < end; ++step, at.next()) {
       mbarrier_wait(full + 8 * at.stage, at.parity);
       PackedLane<GROUPS> of[OWN_BLOCKS];
 #pragma unroll
@@ -212,7 +246,7 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
       if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);
     }
 #pragma unroll 1
-    for (u32 step = 0; !BY_WARPS && step < steps; ++step, at.next()) {
+    for (u32 step = begin; !BY_WARPS && step < end; ++step, at.next()) {
       mbarrier_wait(full + 8 * at.stage, at.parity);
 #pragma unroll
       for (u32 c = 0; c < OWN_BLOCKS; ++c) {
@@ -235,7 +269,7 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
           }
           wgmma_commit_group();
           wgmma_wait_group<1>();  // the codes of the group before are free
-          if (c == 0 && g == 0 && step > 0 && lane == 0) mbarrier_arrive(empty + 8 * before);
+          if (c == 0 && g == 0 && step > begin && lane == 0) mbarrier_arrive(empty + 8 * before);
         }
       }
       before = at.stage;
@@ -243,13 +277,14 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
     if (!BY_WARPS) {
       wgmma_wait_group<0>();
       __syncwarp();
-      if (steps > 0 && lane == 0) mbarrier_arrive(empty + 8 * before);
+      if (end > begin && lane == 0) mbarrier_arrive(empty + 8 * before);
     }
     if (PARTS > 1 && part < PARTS) add_parts(d, w_sums, part_sums, part, row_warp * 32 + lane);
+    if (SPLIT_K > 1) add_blocks(d, ring, rank);
 #pragma unroll
     for (int u = 0; u < SLABS; ++u) {
       const s64 token = token0 + u * SLAB;
-      if (own >= row_end || token >= p.m || u % PARTS != part) continue;
+      if (own >= row_end || token >= p.m || u % SHARES != part + rank) continue;
       s32 slab[A_HALVES][4 * QUADS], none[4 * QUADS];
 #pragma unroll
       for (int i = 0; i < A_HALVES * 4 * QUADS; ++i) {
@@ -264,4 +299,4 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
 
 #define PACKED_STREAMED_PARAMETERS const u8 *packed, EPILOGUE_PARAMETERS, s32 units, s32 stages
 #define PACKED_STREAMED_GIVEN packed, EPILOGUE, k, (u32)units, (u32)stages
-#define PACKED_STREAMED_KERNEL extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
+#define PACKED_STREAMED_KERNEL extern "C" __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(ALL_THREADS, 1)

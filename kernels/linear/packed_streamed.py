@@ -22,6 +22,11 @@ MOST_TOKENS = 4095
 _BY_WARPS = {(8, 2): 0.162, (8, 4): 0.265, (16, 2): 0.202, (16, 4): 0.376, (32, 2): 0.259, (64, 2): 0.413}
 _WGMMA = {(32, 4): 0.46, (64, 2): 0.304, (128, 2): 0.4, (256, 2): 0.687}
 """Microseconds that the warps of a block take for a block of K each, by tokens and warpgroups; measured on an H200."""
+_CLUSTER, _MIN_SPLIT, _EXCHANGED = 2, 512, 22_000
+"""Blocks of a cluster, the fewest elements of K of each, and the bytes that one sends in a us.
+
+Clusters of 4 blocks took twice as long on an H200: as many as its multiprocessors suffice for do not run at once.
+"""
 _LAUNCH, _TILE, _PART = 7.2, 0.2, 0.084
 """Microseconds before the first and after the last product, and those that a tile, and each of its parts, adds."""
 _MEMORY, _MULTIPROCESSOR = 0.93, 0.057
@@ -48,6 +53,8 @@ class PackedStreamedTile(NamedTuple):
         Units of 16 rows of the weight in a tile.
     halves : int
         Bytes of a code of the activation.
+    split_k : int
+        Blocks of a cluster, which divide the K of a tile.
     """
 
     tokens: int
@@ -56,6 +63,7 @@ class PackedStreamedTile(NamedTuple):
     k_blocks: int
     units: int
     halves: int = 1
+    split_k: int = 1
 
     @property
     def columns(self) -> int:
@@ -71,7 +79,7 @@ class PackedStreamedTile(NamedTuple):
     def flags(self) -> tuple[str, ...]:
         """The compiler flags."""
         named = {name.upper(): value for name, value in self._asdict().items() if name not in ("units", "halves")}
-        return tuple(f"-D{name}={value}" for name, value in (named | {"SPLIT_K": 1}).items())
+        return tuple(f"-D{name}={value}" for name, value in named.items())
 
     @property
     def threads(self) -> int:
@@ -84,8 +92,9 @@ class PackedStreamedTile(NamedTuple):
 
     def grid(self, m: int, n: int, sm_count: int) -> tuple[int, int, int]:
         """Return the blocks that compute m x n results: blocks with the same rows are neighbours, for the cache."""
-        strips = -(-m // self.tokens)
-        return strips, min(self.tiles(n), max(1, sm_count // max(1, strips))) if m else 0, 1
+        strips, tiles = -(-m // self.tokens), self.tiles(n)
+        wide = tiles if self.split_k > 1 else min(tiles, max(1, sm_count // max(1, strips)))
+        return strips * self.split_k, wide if m else 0, 1
 
     def ring(self, k: int, group_size: int, output_bytes: int, *, zero_points: bool) -> tuple[int, int]:
         """Return stages, and bytes of shared memory of a block."""
@@ -94,13 +103,14 @@ class PackedStreamedTile(NamedTuple):
         staging = 4 * self.warpgroups * slab * (16 * output_bytes + 16)
         exchanged = 512 * (self.columns // 8 + zero_points) * self.parts * self.row_warps if self.parts > 1 else 0
         fixed = 1024 + 3 * _ATOM * zero_points + staging + exchanged + 4 * self.tokens * (1 + zero_points)
-        steps = -(-k // (BLOCK * self.k_blocks))
+        steps = -(-k // (BLOCK * self.k_blocks * self.split_k))
         stages = min((hopper.MAX_SHARED - fixed) // stage, _MOST_STAGES, max(2, steps))
         return stages, fixed + stages * stage
 
     def __str__(self) -> str:
         how = f"mma.sync, K in {self.parts} parts" if self.row_warps else "wgmma"
-        return f"{ROWS * self.units} x {self.tokens} through shared memory, {self.warpgroups} warpgroups, {how}"
+        split = f", split-K by {self.split_k}" if self.split_k > 1 else ""
+        return f"{ROWS * self.units} x {self.tokens} through shared memory, {self.warpgroups} warpgroups, {how}{split}"
 
 
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
@@ -130,45 +140,65 @@ def _by_warps(columns: int, warpgroups: int, units: int, halves: int) -> PackedS
     return twice if stages >= _ENOUGH_STAGES else tile
 
 
-def _configurations(m: int, n: int, sm_count: int, halves: int) -> list[PackedStreamedTile]:
-    """Return configurations whose tiles divide the rows evenly, with as few columns as hold m tokens, or a few more."""
+def _configurations(
+    sizes: tuple[int, int, int],
+    sm_count: int,
+    halves: int,
+    zero_points: bool,  # noqa: FBT001  private
+) -> list[PackedStreamedTile]:
+    """Return configurations whose tiles divide the rows evenly, with as few columns as hold m tokens, or a few more.
+
+    K is divided if all clusters run at once. Zero points need the sums of the codes of all of K.
+    """
+    m, n, k = sizes
     units = -(-n // ROWS)
     even = {-(-units // (sm_count * turns)) for turns in range(1, 40)}
     used = m * halves
     by_warps = [columns for columns in (8, 16, 32, 64) if columns >= used and columns >= 8 * halves][:2] or [64]
     wgmma = [columns for columns in (32, 64, 128, 256) if used > columns // 4 and (used <= columns or columns >= 64)]
     few = [u for u in sorted(even | {8}) if u <= _MOST_UNITS]
+    whole = [
+        PackedStreamedTile(c // halves, w, 0, 1 if c == _MANY else 2, u, halves)
+        for c, w in _WGMMA
+        if c in wgmma
+        for u in sorted(even | {4 * w})
+        if 2 * w < u <= 4 * w
+    ]
+    divides = k >= _CLUSTER * _MIN_SPLIT and not zero_points
+    divided = [tile._replace(split_k=_CLUSTER) for tile in whole if divides and tile.units == 4 * tile.warpgroups]
     return [
         *(_by_warps(c, w, u, halves) for c, w in _BY_WARPS if c in by_warps for u in few),
-        *(
-            PackedStreamedTile(c // halves, w, 0, 1 if c == _MANY else 2, u, halves)
-            for c, w in _WGMMA
-            if c in wgmma
-            for u in sorted(even | {4 * w})
-            if 2 * w < u <= 4 * w
-        ),
+        *whole,
+        *(tile for tile in divided if tile.tiles(n) * -(-m // tile.tokens) * tile.split_k <= sm_count),
     ]
 
 
 def _predicted(tile: PackedStreamedTile, m: int, n: int, k: int, group_size: int, card: tuple[int, float]) -> float:
     """Return the predicted time in us: the multiprocessor with the most tiles, by its products and by its bytes."""
     sm_count, bandwidth = card
-    strips, wide, _ = tile.grid(m, n, sm_count)
+    across, wide, _ = tile.grid(m, n, sm_count)
     tiles, blocks = tile.tiles(n), -(-k // BLOCK)
-    rounds = -(-tiles // wide) * -(-strips * wide // sm_count)
-    of_warp = -(-blocks // tile.k_blocks) * tile.k_blocks // tile.parts
+    rounds = -(-tiles // wide) * -(-across * wide // sm_count)
+    of_warp = -(-blocks // (tile.k_blocks * tile.split_k)) * tile.k_blocks // tile.parts
     a_block = (_BY_WARPS if tile.row_warps else _WGMMA)[tile.columns, tile.warpgroups]
-    reached = min(_MEMORY * bandwidth, _MULTIPROCESSOR * min(tiles * strips, sm_count))
+    reached = min(_MEMORY * bandwidth, _MULTIPROCESSOR * min(tiles * across, sm_count))
     memory = tiles * tile.units * blocks * block_bytes(group_size) / (reached * 1e6)
     both = float(((rounds * of_warp * a_block) ** 4 + memory**4) ** 0.25)
-    return _LAUNCH + rounds * (_TILE + _PART * tile.parts) + both
+    exchanged = 256 * tile.columns * tile.warpgroups * (tile.split_k - 1) / tile.split_k
+    return _LAUNCH + rounds * (_TILE + _PART * tile.parts) + exchanged / _EXCHANGED + both
 
 
 @lru_cache(maxsize=4096)
 def _ranked(
-    m: int, n: int, k: int, group_size: int, card: tuple[int, float], halves: int
+    m: int,
+    n: int,
+    k: int,
+    group_size: int,
+    card: tuple[int, float],
+    halves: int,
+    zero_points: bool,  # noqa: FBT001  private
 ) -> tuple[tuple[PackedStreamedTile, ...], tuple[Choice, ...]]:
-    tiles = _configurations(m, n, card[0], halves)
+    tiles = _configurations((m, n, k), card[0], halves, zero_points)
     return parameters.ranked((_predicted(tile, m, n, k, group_size, card), tile) for tile in tiles)
 
 
@@ -177,9 +207,9 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     m, n, k = problem.sizes
     card = hopper.card_of(device)
     alike = -(-max(1, m) // _ALIKE) * _ALIKE
-    halves = problem.code_element.halves
-    tile, chosen = parameters.choose(*_ranked(alike, max(1, n), k, problem.group_size, card, halves), choice)
-    zero_points = problem.shifts_activation
+    halves, zero_points = problem.code_element.halves, problem.shifts_activation
+    ranked = _ranked(alike, max(1, n), k, problem.group_size, card, halves, zero_points)
+    tile, chosen = parameters.choose(*ranked, choice)
     stages, shared = tile.ring(k, problem.group_size, problem.output.bits // 8, zero_points=zero_points)
     product = Step(
         entry=f"{problem.op_name()}_packed_streamed",

@@ -1,7 +1,7 @@
 """Hopper's linear kernels run on the CPU, from their unmodified sources, against the reference bit for bit.
 
-`harness/hopper.h` stands for the instructions of sm_90a. Blocks run one after another, so configurations with clusters
-of several blocks, or whose blocks exchange sums, are left out; they are the same source.
+`harness/hopper.h` stands for the instructions of sm_90a. Clusters run one after another, so configurations in which
+they exchange sums are left out; they are the same source.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason=
 CARD = KNOWN_DEVICES["h200"].model_copy(update={"sm_count": 3})
 OPS = {op.name: op for op in built_in_ops()}
 OPS_OF_LAYERS = ("quantized_linear", "scaled_linear", "smoothquant_linear")
-ALONE = [str(tile) for tile in TILES if tile.blocks == 1 and not tile.stream_k]
+UNDIVIDED = [str(tile) for tile in TILES if not tile.stream_k]
 
 
 def sku_of(problem, variant):
@@ -53,12 +53,12 @@ def sku_of(problem, variant):
     )
 
 
-def check(problem, variant, rng, *choice, values="", **inputs):
+def check(problem, variant, rng, *choice, values="", card=CARD, **inputs):
     """Run a problem with `values`, but for `inputs`, and layouts of any kind and compare."""
     sku, op = sku_of(problem, variant), OPS[problem.op]
     drawn = draw(op, Case(problem, values or rng.choice(["special", "normal"])), rng)
     drawn.inputs.update(inputs)
-    placed, want = ran(sku, problem, drawn.inputs, CARD, rng, *choice), run(problem, drawn.inputs)
+    placed, want = ran(sku, problem, drawn.inputs, card, rng, *choice), run(problem, drawn.inputs)
     for argument in arguments_of(problem, Role.OUTPUT):
         assert_same_bits(placed[argument.name].array, want[argument.name], f"{problem!r} {choice}")
 
@@ -69,10 +69,15 @@ def all_of(*kinds):
     return [pytest.param(*each) for each in crossed if each[0] != "quantized_linear" or not each[1][0]]
 
 
-def alone(problem, way=""):
-    """Return the streamed configurations of a problem whose blocks run alone and whose names contain `way`."""
-    choices = streamed.launch(problem, CARD).choices
-    return [choice.name for choice in choices if "split-K" not in choice.name and way in choice.name]
+def packed_of(sizes):
+    """Cross the ops and whether the activation has zero points with `sizes`."""
+    crossed = product(OPS_OF_LAYERS, (False, True), sizes)
+    return [pytest.param(op, shifted, *each) for op, shifted, each in crossed if op != OPS_OF_LAYERS[0] or not shifted]
+
+
+def named(problem, way="", rule=streamed, card=CARD):
+    """Return the configurations of a problem whose names contain `way`."""
+    return [choice.name for choice in rule.launch(problem, card).choices if way in choice.name]
 
 
 MOST_TOKENS = (2, 8, 16, 32, 128)
@@ -85,7 +90,7 @@ MOST_TOKENS = (2, 8, 16, 32, 128)
 def test_the_streamed_kernel_equals_the_reference(op, shifts, most):
     rng = fresh(op, shifts, most)
     problem = a_problem(op, shifts, rng, fewest=1 if most < 128 else 33, most=most)
-    check(problem, "streamed", rng, rng.choice(alone(problem)))
+    check(problem, "streamed", rng, rng.choice(named(problem)))
 
 
 WAYS = tuple(way for tokens in (1, 16, 32) for way in configurations(tokens))
@@ -99,11 +104,11 @@ def test_weights_straight_to_registers_equal_the_reference(way, shifts):
     rng = fresh(str(way), shifts)
     op = rng.choice(["scaled_linear", "smoothquant_linear", *([] if shifts[0] else ["quantized_linear"])])
     problem = a_problem(op, shifts, rng, fewest=3 if way.tokens == 8 else way.tokens // 2 + 1, most=way.tokens)
-    check(problem, "streamed", rng, *(name for name in alone(problem) if name == str(way)))
+    check(problem, "streamed", rng, *(name for name in named(problem) if name == str(way)))
 
 
 @pytest.mark.parametrize(
-    ("op", "shifts", "tile"), sampled(all_of(ALONE), 2, each=lambda op, shifts, tile: op, key="warpgroup")
+    ("op", "shifts", "tile"), sampled(all_of(UNDIVIDED), 2, each=lambda op, shifts, tile: op, key="warpgroup")
 )
 def test_the_warpgroup_kernel_equals_the_reference(op, shifts, tile):
     rng = fresh(op, shifts, tile)
@@ -115,39 +120,23 @@ def test_the_warpgroup_kernel_equals_the_reference(op, shifts, tile):
 
 
 @pytest.mark.parametrize(
-    ("op", "size", "shifted"),
-    sampled(
-        [
-            pytest.param(op, size, shifted)
-            for op, size, shifted in product(OPS_OF_LAYERS, packed.GROUP_SIZES, (False, True))
-            if op != "quantized_linear" or not shifted
-        ],
-        each=lambda op, size, shifted: shifted,
-        key="packed",
-    ),
+    ("op", "shifted", "size"),
+    sampled(packed_of((size,) for size in packed.GROUP_SIZES), each=lambda op, shifted, size: shifted, key="packed"),
 )
-def test_a_packed_weight_is_unpacked_in_front(op, size, shifted):
+def test_a_packed_weight_is_unpacked_in_front(op, shifted, size):
     rng = fresh(op, size, shifted)
     problem = a_problem(op, (shifted, False), rng, fewest=192 if shifted else 3, most=320)
     problem = problem.model_copy(update={"weight_element": ElementKind.S4, "group_size": size})
-    check(problem, "expanded_warpgroup", rng, ALONE[-1])
+    check(problem, "expanded_warpgroup", rng, UNDIVIDED[-1])
 
 
+GROUPS = {"weight_element": ElementKind.S4, "group_size": 64}
 SIZES_READ = [(8, 32), (16, 64), (32, 128), (64, 32), (130, 64), (260, 128)]
 
 
 @pytest.mark.parametrize(
     ("op", "shifted", "most", "size"),
-    sampled(
-        [
-            pytest.param(op, shifted, *sizes)
-            for op, shifted, sizes in product(OPS_OF_LAYERS, (False, True), SIZES_READ)
-            if op != "quantized_linear" or not shifted
-        ],
-        2,
-        each=lambda op, shifted, *_: shifted,
-        key="packed-read",
-    ),
+    sampled(packed_of(SIZES_READ), 2, each=lambda op, shifted, *_: shifted, key="packed-read"),
 )
 def test_kernels_that_read_packed_weights_equal_the_reference(op, shifted, most, size):
     rng = fresh(op, shifted, most, size)
@@ -155,8 +144,21 @@ def test_kernels_that_read_packed_weights_equal_the_reference(op, shifted, most,
     problem = problem.model_copy(update={"weight_element": ElementKind.S4, "group_size": size})
     for variant, rule in (("packed", packed_direct), ("packed_streamed", packed_streamed)):
         if variant == "packed_streamed" or most <= packed_direct.MOST_TOKENS:
-            names = [choice.name for choice in rule.launch(problem, CARD).choices]
-            check(problem, variant, rng, rng.choice(names))
+            check(problem, variant, rng, rng.choice(named(problem, rule=rule)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "most", "weight", "split"),
+    [
+        *((streamed, 30, {}, f"split-K by {n}") for n in (2, 4)),
+        *((packed_streamed, most, GROUPS, "split-K by 2") for most in (64, 260)),
+    ],
+)
+def test_blocks_of_a_cluster_add_their_sums(rule, most, weight, split):
+    rng, card = fresh(rule.__name__, most, split), KNOWN_DEVICES["h200"].model_copy(update={"sm_count": 48})
+    problem = a_problem(rng.choice(OPS_OF_LAYERS), (False, False), rng, fewest=most // 2, most=most)
+    problem = problem.model_copy(update={"k": 2048 + 16 * int(rng.integers(40)), **weight})
+    check(problem, rule.STRATEGY.name, rng, rng.choice(named(problem, split, rule, card)), card=card)
 
 
 WIDE = [
@@ -178,8 +180,7 @@ def test_codes_of_16_bits_give_the_bits_of_the_reference(op, variant, rule, weig
     rng = fresh(op, variant, weight, most)
     problem = wide_problem(op, weight, rng, fewest=most // 2 + 1, most=most)
     choices = rule.launch(problem.on_codes if "expanded" in variant else problem, CARD).choices
-    words = "clusters", "stream-K", "split-K"
-    names = [choice.name for choice in choices if not any(word in choice.name for word in words)]
+    names = [choice.name for choice in choices if "stream-K" not in choice.name]
     check(problem, variant, rng, rng.choice(names), values=rng.choice(["extreme", "special", "normal"]))
 
 
@@ -202,7 +203,7 @@ def extreme(way, shifts):
         problem = QuantizedLinearDescriptor(c_out=n, activation_element="f32", q_min=-127, q_max=127, **fields)
     else:
         problem = ScaledLinearDescriptor(n=n, has_act_zero_point=shifts[0], **fields)
-    return variant, alone(problem, through)[:1] if variant == "streamed" else [], problem
+    return variant, named(problem, through)[:1] if variant == "streamed" else [], problem
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_gelu_and_silu_are_the_reference_s_wherever_they_bend_or_end(way, epilog
     }
     if output.integer_range:
         inputs["output_scale"] = np.array([rng.choice([0.0, -0.05, *np.exp2(rng.uniform(-9, 0, 3))])], real)
-    check(problem, variant, rng, *(alone(problem, through)[:1] if through else ()), values="normal", **inputs)
+    check(problem, variant, rng, *(named(problem, through)[:1] if through else ()), values="normal", **inputs)
 
 
 def test_products_take_as_long_a_k_as_the_kernels_do():
@@ -273,7 +274,7 @@ def test_products_take_as_long_a_k_as_the_kernels_do():
         problem = SmoothQuantLinearDescriptor(m=m, n=8, k=limit, act_scale=1.0, act_zero_point=255, **fields)
         sku = sku_of(problem, variant)
         choices = (
-            ALONE[-1:] if variant == "warpgroup" else (*alone(problem, "shared"), *alone(problem, "registers")[:1])
+            UNDIVIDED[-1:] if variant == "warpgroup" else (*named(problem, "shared"), *named(problem, "registers")[:1])
         )
         inputs = {
             "act_q": np.zeros((m, limit), np.uint8),

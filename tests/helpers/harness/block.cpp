@@ -1,5 +1,5 @@
-// The threads of a block as fibres: each has its own stack and runs until it waits or ends. Blocks run one after
-// another. The order of threads alternates between blocks, so that a missing barrier shows in one order or the other.
+// The threads of a block as fibres: each has its own stack and runs until it waits or ends. Blocks, or clusters of them,
+// run one after another. The order of threads alternates between blocks, so that a missing barrier shows in one order or the other.
 #include <dlfcn.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -9,9 +9,9 @@
 #include "shim.h"
 
 dim3 gridDim, blockDim, blockIdx, threadIdx;
-unsigned long long skuda_slots[1024];
+unsigned long long* skuda_slots;
 bool skuda_early;
-alignas(1024) unsigned char skuda_dynamic_shared[256 << 10];
+unsigned char* skuda_dynamic_shared;
 extern "C" __attribute__((weak, visibility("hidden"))) unsigned char __start_skuda_shared[], __stop_skuda_shared[];
 
 #ifdef __SANITIZE_ADDRESS__
@@ -28,23 +28,29 @@ static void __asan_unpoison_memory_region(const volatile void*, size_t) {}
 
 namespace {
 
+enum { MOST = 4, THREADS = 2048, SHARED = 256 << 10 };  // blocks of a cluster, their threads, and bytes of each
 enum State { READY, AT_BLOCK, AT_WARP, AT_CHANGE, ENDED };
 struct Fibre {
   State state;
   unsigned mask;
   bool made, waited;  // for the previous kernel
+  bool arrived;       // at the cluster's barrier
+  unsigned phase;     // of that barrier, when it did
   jmp_buf at;
   void* shadow;  // AddressSanitizer's
 };
 const size_t STACK = 256 << 10;
-Fibre fibres[1024];
+Fibre fibres[THREADS];
+unsigned long long slots[MOST][1024];
+alignas(1024) unsigned char dynamic_shared[MOST][SHARED];
 char* stacks;
 jmp_buf scheduler;
 const void* scheduler_bottom;
 size_t scheduler_size;
-unsigned current, count;
+unsigned current, count, blocks, phase;  // count: threads of each of the blocks that run
+dim3 first;                              // of these blocks
 bool overlaps;
-struct { unsigned arrived, passed; } named[16];  // barriers with a number
+struct { unsigned arrived, passed; } named[MOST][16];  // barriers with a number
 const char* fault;
 void (*thread_code)(const void*);
 const void* thread_argument;
@@ -67,11 +73,22 @@ SWITCHES void suspend() {
   __sanitizer_finish_switch_fiber(self.shadow, &scheduler_bottom, &scheduler_size);
 }
 
+// A thread that has ended is not waited for.
+void check_cluster() {
+  for (unsigned i = 0; i < count * blocks; ++i) {
+    if (fibres[i].state != ENDED && !fibres[i].arrived) return;
+  }
+  for (Fibre& fibre : fibres) fibre.arrived = false;
+  ++phase;
+  skuda_changed();
+}
+
 void body() {  // a fibre outlives its thread and runs the next one
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
   for (;;) {
     thread_code(thread_argument);
     fibres[current].state = ENDED;
+    if (blocks > 1) check_cluster();
     suspend();
   }
 }
@@ -80,8 +97,11 @@ SWITCHES void resume(unsigned thread) {
   Fibre& fibre = fibres[thread];
   char* stack = stacks + thread * STACK;
   void* shadow;
+  const unsigned rank = thread / count, own = thread % count;
   current = thread, skuda_early = overlaps && !fibre.waited;
-  threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
+  skuda_dynamic_shared = dynamic_shared[rank], skuda_slots = slots[rank];
+  blockIdx = {first.x + rank, first.y, first.z};
+  threadIdx = {own % blockDim.x, own / blockDim.x % blockDim.y, own / blockDim.x / blockDim.y};
   __sanitizer_start_switch_fiber(&shadow, stack, STACK);
   if (!_setjmp(scheduler)) {
     if (fibre.made) jump(fibre.at, 1);
@@ -100,32 +120,39 @@ __attribute__((no_sanitize_address)) void fill(unsigned char* p, unsigned char* 
   for (; p < end; ++p) *(volatile unsigned char*)p = 0xff;
 }
 
-void run_block(bool backwards) {
-  for (unsigned i = 0; i < count; ++i) fibres[i].state = READY, fibres[i].waited = false;
+void run_blocks(bool backwards) {
+  const unsigned all = count * blocks;
+  for (unsigned i = 0; i < all; ++i) fibres[i].state = READY, fibres[i].waited = fibres[i].arrived = false;
   fill(__start_skuda_shared, __stop_skuda_shared);
   memset(named, 0, sizeof named);
   for (;;) {
     bool moved = false;
-    unsigned ended = 0, waiting = 0;
-    for (unsigned i = 0; i < count; ++i) {
-      const unsigned thread = backwards ? count - 1 - i : i;
+    unsigned ended[MOST + 1] = {}, waiting[MOST] = {};
+    for (unsigned i = 0; i < all; ++i) {
+      const unsigned thread = backwards ? all - 1 - i : i;
       if (fibres[thread].state == READY) resume(thread), moved = true;
       if (fault) return;
     }
-    for (unsigned i = 0; i < count; ++i) ended += fibres[i].state == ENDED, waiting += fibres[i].state == AT_BLOCK;
-    if (ended == count) {
-      bool waited = !overlaps;
-      for (unsigned i = 0; i < count; ++i) waited |= fibres[i].waited;
-      if (!waited) fault = "a block ends that has not waited for the previous kernel";
+    for (unsigned i = 0; i < all; ++i) {
+      const bool end = fibres[i].state == ENDED;
+      ended[i / count] += end, ended[MOST] += end, waiting[i / count] += fibres[i].state == AT_BLOCK;
+    }
+    if (ended[MOST] == all) {
+      for (unsigned rank = 0; rank < blocks; ++rank) {
+        bool waited = !overlaps;
+        for (unsigned i = 0; i < count; ++i) waited |= fibres[rank * count + i].waited;
+        if (!waited) fault = "a block ends that has not waited for the previous kernel";
+      }
       return;
     }
     if (moved) continue;
-    if (ended + waiting < count) {
+    for (unsigned i = 0; i < all; ++i) {
+      if (fibres[i].state != AT_BLOCK || ended[i / count] + waiting[i / count] < count) continue;
+      fibres[i].state = READY, moved = true;
+    }
+    if (!moved) {
       fault = "a deadlock: threads of one block or warp wait at different barriers";
       return;
-    }
-    for (unsigned i = 0; i < count; ++i) {
-      if (fibres[i].state == AT_BLOCK) fibres[i].state = READY;
     }
   }
 }
@@ -141,7 +168,8 @@ const int SIGNALS[] = {SIGFPE, SIGSEGV, SIGBUS};
 
 }  // namespace
 
-unsigned skuda_thread() { return current; }
+unsigned skuda_thread() { return current % count; }
+unsigned skuda_fibre() { return current; }
 
 void skuda_fault(const char* what) {
   fault = what;
@@ -162,29 +190,44 @@ void skuda_wait_change() {
 }
 
 void skuda_changed() {
-  for (unsigned i = 0; i < count; ++i) {
+  for (unsigned i = 0; i < count * blocks; ++i) {
     if (fibres[i].state == AT_CHANGE) fibres[i].state = READY;
   }
 }
 
 void skuda_named_barrier(unsigned id, unsigned threads, bool wait) {
   if (id >= 16) skuda_fault("a barrier that there is not");
-  const unsigned mine = named[id].passed;
-  if (++named[id].arrived == threads) {
-    named[id].arrived = 0, ++named[id].passed;
+  auto& barrier = named[current / count][id];
+  const unsigned mine = barrier.passed;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0, ++barrier.passed;
     skuda_changed();
   }
-  while (wait && named[id].passed == mine) skuda_wait_change();
+  while (wait && barrier.passed == mine) skuda_wait_change();
+}
+
+unsigned cluster_ctarank() { return current / count; }
+unsigned char* skuda_shared_of(unsigned rank) {
+  if (rank >= blocks) skuda_fault("a block that its cluster does not have");
+  return dynamic_shared[rank];
+}
+void cluster_arrive() {
+  if (fibres[current].arrived) skuda_fault("a thread arrives twice at the cluster's barrier");
+  fibres[current].arrived = true, fibres[current].phase = phase;
+  check_cluster();
+}
+void cluster_wait() {
+  while (phase == fibres[current].phase) skuda_wait_change();
 }
 
 void skuda_wait_warp(unsigned mask) {
-  const unsigned base = current / 32 * 32;
-  if (!(mask >> current % 32 & 1)) skuda_fault("a lane that is not in its own mask");
+  const unsigned base = current - current % count % 32, end = current - current % count + count;
+  if (!(mask >> current % count % 32 & 1)) skuda_fault("a lane that is not in its own mask");
   fibres[current].state = AT_WARP, fibres[current].mask = mask;
   bool complete = true;
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!(mask >> lane & 1)) continue;
-    if (base + lane >= count || fibres[base + lane].state == ENDED) skuda_fault("a mask with a lane that has ended");
+    if (base + lane >= end || fibres[base + lane].state == ENDED) skuda_fault("a mask with a lane that has ended");
     complete &= fibres[base + lane].state == AT_WARP && fibres[base + lane].mask == mask;
   }
   if (!complete) return suspend();
@@ -193,28 +236,30 @@ void skuda_wait_warp(unsigned mask) {
   }
 }
 
-const char* skuda_run(const Geometry& geometry, void (*thread)(const void*), const void* argument) {
+const char* skuda_run(const Geometry& geometry, unsigned cluster, void (*thread)(const void*), const void* argument) {
   gridDim = geometry.grid, blockDim = geometry.block;
   const unsigned long long threads = 1ull * blockDim.x * blockDim.y * blockDim.z;
   if (threads == 0 || threads > 1024) return "a block without threads or with more than 1024";
-  if (geometry.shared > sizeof skuda_dynamic_shared) return "more shared memory than any card has";
+  if (geometry.shared > SHARED) return "more shared memory than any card has";
+  if (cluster > MOST || cluster * threads > THREADS) return "a cluster larger than any here";
+  if (gridDim.x % cluster) return "a grid that is not whole clusters";
   if (!stacks) {
-    void* got = mmap(nullptr, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* got = mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (got == MAP_FAILED) return "no memory for stacks";
     stacks = (char*)got;
   }
-  count = (unsigned)threads, overlaps = geometry.overlaps, thread_code = thread, thread_argument = argument, fault = nullptr;
-  __asan_poison_memory_region(skuda_dynamic_shared, sizeof skuda_dynamic_shared);
-  __asan_unpoison_memory_region(skuda_dynamic_shared, geometry.shared);
+  count = (unsigned)threads, blocks = cluster, overlaps = geometry.overlaps, thread_code = thread, thread_argument = argument, fault = nullptr;
+  __asan_poison_memory_region(dynamic_shared, sizeof dynamic_shared);
+  for (unsigned rank = 0; rank < blocks; ++rank) __asan_unpoison_memory_region(dynamic_shared[rank], geometry.shared);
   struct sigaction before[4], ours = {};
   ours.sa_handler = on_signal, ours.sa_flags = SA_NODEFER;
   const int signals = sizeof SIGNALS / sizeof *SIGNALS;
   for (int i = 0; i < signals; ++i) sigaction(SIGNALS[i], &ours, &before[i]);
-  for (blockIdx.z = 0; blockIdx.z < gridDim.z && !fault; ++blockIdx.z) {
-    for (blockIdx.y = 0; blockIdx.y < gridDim.y && !fault; ++blockIdx.y) {
-      for (blockIdx.x = 0; blockIdx.x < gridDim.x && !fault; ++blockIdx.x) {
-        fill(skuda_dynamic_shared, skuda_dynamic_shared + geometry.shared);
-        run_block((blockIdx.x + blockIdx.y + blockIdx.z) % 2);
+  for (first.z = 0; first.z < gridDim.z && !fault; ++first.z) {
+    for (first.y = 0; first.y < gridDim.y && !fault; ++first.y) {
+      for (first.x = 0; first.x < gridDim.x && !fault; first.x += blocks) {
+        for (unsigned rank = 0; rank < blocks; ++rank) fill(dynamic_shared[rank], dynamic_shared[rank] + geometry.shared);
+        run_blocks((first.x / blocks + first.y + first.z) % 2);
       }
     }
   }

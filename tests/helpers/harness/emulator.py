@@ -35,7 +35,8 @@ COMPILER = os.environ.get("CXX", "g++")
 _HERE = Path(__file__).parent
 _CACHE = Path(os.environ.get("SKUDA_HOST_CACHE") or platformdirs.user_cache_path("skuda") / "cuda-on-cpu")
 _KEPT_DAYS = 2
-_ENTRY = re.compile(r'^\s*extern "C"\s+void\s+(\w+)\s*\(', re.MULTILINE)  # in preprocessed text
+_CLUSTER = r"(?:__attribute__\(\(skuda_cluster\(([\w* ]+)\)\)\)\s*)?"
+_ENTRY = re.compile(rf'^\s*extern "C"\s+void\s+{_CLUSTER}(\w+)\s*\(', re.MULTILINE)  # in preprocessed text
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\([^)]*\)\s*)?([^;]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _SANITIZE = (
     "-g",
@@ -188,7 +189,7 @@ def _library_path(unit: Unit) -> Path:
         _compile([*options, "-E", "-P", "unit.cpp", "-o", "entries"], folder)
         names = _ENTRY.findall((folder / "entries").read_text())
         with whole.open("a") as file:
-            file.writelines(f"SKUDA_ENTRY({name})\n" for name in names)
+            file.writelines(f"SKUDA_ENTRY({name}, {cluster or 1})\n" for cluster, name in names)
         _compile([*options, "-shared", "-Wl,-Bsymbolic", "unit.cpp", str(_switching()), "-o", out], folder)
 
     return publish(path, make)

@@ -1,10 +1,10 @@
-// Hopper's own instructions (kernels/include/hopper.cuh) for blocks that run alone: barriers that count arrivals and bytes,
-// boxes of rows that are there at once, products of a warpgroup whose threads each compute their own sums. A cluster is one
-// block. Included by shim.h, before the types of elements.cuh.
+// Hopper's own instructions (kernels/include/hopper.cuh): barriers that count arrivals and bytes, boxes of rows that are
+// there at once, products of a warpgroup whose threads each compute their own sums. The blocks of a cluster run at once.
+// Included by shim.h, before the types of elements.cuh.
 #pragma once
 
 #define __grid_constant__
-#define __cluster_dims__(...)
+#define __cluster_dims__(x, y, z) __attribute__((skuda_cluster(x)))  // emulator.py finds it
 
 void skuda_wait_change();  // until another thread says so
 void skuda_changed();
@@ -50,16 +50,35 @@ template <int N> static void setmaxnreg_inc() {}
 template <int N> static void setmaxnreg_dec() {}
 static inline void fence_proxy_async() {}
 
-// --- clusters: of one block ------------------------------------------------------------------------------------------
+// --- clusters --------------------------------------------------------------------------------------------------------
 
-static inline unsigned cluster_ctarank() { return 0; }
-static inline void cluster_arrive() {}
-static inline void cluster_wait() {}
-static inline void cluster_sync() {}
-static inline void mbarrier_arrive_cluster(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
-static inline void st_shared_cluster_v4(unsigned, unsigned, const int (&)[4]) { skuda_fault("a cluster of several blocks"); }
-template <class Map> static void cp_async_bulk_tensor_2d_multicast(unsigned, const Map*, int, int, unsigned, unsigned short) {
-  skuda_fault("a cluster of several blocks");
+unsigned cluster_ctarank();
+void cluster_arrive();
+void cluster_wait();
+static inline void cluster_sync() { cluster_arrive(), cluster_wait(); }
+unsigned char* skuda_shared_of(unsigned rank);
+
+struct SkudaIn {  // what follows has the shared memory of another block
+  unsigned char* const own;
+  explicit SkudaIn(unsigned rank) : own(skuda_dynamic_shared) { skuda_dynamic_shared = skuda_shared_of(rank); }
+  ~SkudaIn() { skuda_dynamic_shared = own; }
+};
+static inline void mbarrier_arrive_cluster(unsigned at, unsigned rank) {
+  const SkudaIn there(rank);
+  skuda_arrive(at, 1, 0);
+}
+static inline void st_shared_cluster_v4(unsigned to, unsigned rank, const int (&v)[4]) {
+  if (to % 16) skuda_fault("a misaligned store");
+  memcpy(skuda_shared_of(rank) + to, v, sizeof v);
+}
+template <class Map> static void cp_async_bulk_tensor_2d(unsigned, const Map*, int, int, unsigned, unsigned long long = 0);
+template <class Map>
+static void cp_async_bulk_tensor_2d_multicast(unsigned to, const Map* map, int x, int y, unsigned barrier, unsigned short mask) {
+  for (unsigned rank = 0; mask >> rank; ++rank) {
+    if (!(mask >> rank & 1)) continue;
+    const SkudaIn there(rank);
+    cp_async_bulk_tensor_2d(to, map, x, y, barrier);
+  }
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
@@ -76,7 +95,7 @@ static inline unsigned skuda_swizzled(unsigned at) { return at ^ (at >> 7 & 7) <
 
 template <class Map> static void prefetch_tensormap(const Map*) {}
 template <class Map>
-static void cp_async_bulk_tensor_2d(unsigned to, const Map* given, int x, int y, unsigned barrier, unsigned long long = 0) {
+static void cp_async_bulk_tensor_2d(unsigned to, const Map* given, int x, int y, unsigned barrier, unsigned long long) {
   static_assert(sizeof(Map) >= sizeof(SkudaMap), "a map has room");
   skuda_touch(given);
   const SkudaMap& map = *(const SkudaMap*)given;
@@ -103,10 +122,37 @@ static inline void cp_async_bulk(unsigned to, const void* from, unsigned bytes, 
 
 // --- products --------------------------------------------------------------------------------------------------------
 
+// Products that a thread has asked for. They are computed as late as they may be: when it waits for them.
+struct SkudaProduct {
+  void (*compute)(int*, unsigned long long, unsigned long long, unsigned);
+  int* d;
+  unsigned long long a, b;
+  unsigned scale_d, group;
+};
+struct SkudaProducts {
+  unsigned group, count;  // the group that is not committed yet
+  SkudaProduct pending[256];
+};
+static SkudaProducts skuda_products[2048];  // THREADS of block.cpp
+static inline void skuda_product(const SkudaProduct& product) {
+  SkudaProducts& own = skuda_products[skuda_fibre()];
+  if (own.count == 256) skuda_fault("too many products that nobody has waited for");
+  own.pending[own.count] = product, own.pending[own.count++].group = own.group;
+}
 static inline void wgmma_fence() {}
-static inline void wgmma_commit_group() {}
+static inline void wgmma_commit_group() { ++skuda_products[skuda_fibre()].group; }
 // The lanes of a warp multiply together: none may release a stage that another still reads.
-template <int PENDING> static void wgmma_wait_group() { skuda_wait_warp(~0u); }
+template <int PENDING> static void wgmma_wait_group() {
+  SkudaProducts& own = skuda_products[skuda_fibre()];
+  unsigned done = 0;
+  for (; done < own.count && own.group - own.pending[done].group > PENDING; ++done) {
+    const SkudaProduct& p = own.pending[done];
+    p.compute(p.d, p.a, p.b, p.scale_d);
+  }
+  own.count -= done;
+  memmove(own.pending, own.pending + done, own.count * sizeof(SkudaProduct));
+  skuda_wait_warp(~0u);
+}
 
 template <int N, class A, class B> struct Wgmma {
   template <class T> static void row(T (&to)[32], unsigned long long rows, unsigned row) {
@@ -116,6 +162,9 @@ template <int N, class A, class B> struct Wgmma {
     }
   }
   static void mma_async(int (&d)[N / 2], unsigned long long a, unsigned long long b, unsigned scale_d) {
+    skuda_product({compute, d, a, b, scale_d, 0});
+  }
+  static void compute(int* d, unsigned long long a, unsigned long long b, unsigned scale_d) {
     const unsigned thread = skuda_thread() % 128, first = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
     A x[2][32];
     for (int i = 0; i < 2; ++i) row(x[i], a, first + 8 * i);

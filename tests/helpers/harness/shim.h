@@ -26,16 +26,17 @@ struct dim3 { unsigned x, y, z; };
 typedef dim3 uint3;
 extern dim3 gridDim, blockDim, blockIdx, threadIdx;
 static const int warpSize = 32;
-extern unsigned char skuda_dynamic_shared[];
+extern unsigned char* skuda_dynamic_shared;  // of the block that runs
 
 struct Geometry { dim3 grid, block; unsigned shared, overlaps; };
-// Runs every thread of every block; returns what went wrong, or null.
-const char* skuda_run(const Geometry&, void (*thread)(const void*), const void* argument);
+// Runs every thread of every block, `cluster` neighbours at once; returns what went wrong, or null.
+const char* skuda_run(const Geometry&, unsigned cluster, void (*thread)(const void*), const void* argument);
 [[noreturn]] void skuda_fault(const char* what);
 void skuda_wait_block();
 void skuda_wait_warp(unsigned mask);
 unsigned skuda_thread();                   // linear index in the block
-extern unsigned long long skuda_slots[];   // one per thread, for what threads tell each other
+unsigned skuda_fibre();                    // and in the cluster
+extern unsigned long long* skuda_slots;    // one per thread of the block, for what threads tell each other
 
 // Programmatic dependent launch: whether the thread that runs may have started before the previous kernel ended, and has not
 // waited for that.
@@ -330,11 +331,13 @@ template <class... A> struct SkudaCall {
   template <int... I> void with(std::integer_sequence<int, I...>) const { kernel(read<A>(arguments[I])...); }
   static void thread(const void* self) {
     ((const SkudaCall*)self)->with(std::make_integer_sequence<int, sizeof...(A)>());
+    if (skuda_products[skuda_fibre()].count) skuda_fault("a product that nobody has waited for");
   }
 };
-template <class... A> const char* skuda_launch(void (*kernel)(A...), const Geometry* geometry, void** arguments) {
+template <class... A> const char* skuda_launch(void (*kernel)(A...), unsigned cluster, const Geometry* geometry, void** arguments) {
   const SkudaCall<A...> call = {kernel, arguments};
-  return skuda_run(*geometry, SkudaCall<A...>::thread, &call);
+  for (SkudaProducts& of : skuda_products) of.count = 0;  // of a launch that failed
+  return skuda_run(*geometry, cluster, SkudaCall<A...>::thread, &call);
 }
 // One letter per parameter: p pointer, f and d floating, i and l integers of 32 and 64 bits, m tensor map, ? anything else.
 template <class T> constexpr char skuda_letter() {
@@ -348,6 +351,6 @@ template <class... A> const char* skuda_signature(void (*)(A...)) {
   static const char letters[] = {skuda_letter<A>()..., 0};
   return letters;
 }
-#define SKUDA_ENTRY(name)                                                                                           \
-  extern "C" const char* launch_##name(const Geometry* g, void** args) { return skuda_launch(name, g, args); }      \
+#define SKUDA_ENTRY(name, cluster)                                                                                      \
+  extern "C" const char* launch_##name(const Geometry* g, void** args) { return skuda_launch(name, cluster, g, args); } \
   extern "C" const char* signature_##name() { return skuda_signature(name); }
