@@ -21,12 +21,12 @@
 // Every head is read once, by head_size / 8 neighbouring threads with 8 elements each, which are requested before the
 // token's place is known. A warp takes some heads of one token, one after the other, so that its place, cosines and
 // sines are read once for all of them. The page is read beside the cosines: neither waits for the other. `fold` adds the
-// 8 in a thread and then over the threads, in the order of norm.py. Partners of a turn are in the same thread, or come
-// by a shuffle.
+// 8 of an octet and then over the octets, in the order of norm.py. A thread has two times 4 elements, so that the partners
+// of a turn are its own; where it turns halves, neighbours exchange squares to get an octet for `fold`.
 //
 // A value lies across its page: each of its codes is a byte of its own, 128 bytes from the next. Where sequences have
 // few new tokens, `rope_quantize_append_rows` writes them so. Where they have many, `rope_quantize_append_tiles` gives
-// a block 32 aligned positions of a head, which are 32 bytes in a row for each element once they are turned over in
+// a block 64 aligned positions of a head, which are 64 bytes in a row for each element once they are turned over in
 // shared memory; so whole sectors are written. Its last blocks are those of queries and keys.
 //
 // A row whose place is outside of the arrays, whatever the tables hold, counts as one that belongs to no sequence. Rows
@@ -37,7 +37,8 @@
 #include "quotient.cuh"
 
 typedef SKUDA_INPUT Data;
-enum { PAGE = 128, TILE = 32, HALF = 16, OCTET = 8 };
+enum { PAGE = 128, TILE = 64, QUARTER = 16, OCTET = 8, MOST_LANES = 16 };
+enum { V = Width<Data>::count, LOADS = OCTET / V };
 static const u32 ALL = 0xffffffffu;
 
 struct Append {
@@ -57,6 +58,7 @@ struct Append {
   s32 heads, kv_heads, head_size, sequences, pages, most_blocks, most_positions, rotated, interleaved;
 
   DEVICE u32 lanes() const { return (u32)head_size / OCTET; }  // threads of a head
+  DEVICE u32 shift() const { return head_size == 128 ? 4 : head_size == 64 ? 3 : 2; }  // a division would cost more
   // An absent array has the address 0.
   DEVICE bool by_octets() const {
     const u64 rows = (u64)q | (u64)k | (u64)v | (q_leading | k_leading | v_leading) * sizeof(Data);
@@ -64,6 +66,19 @@ struct Append {
     return (rows | vectors | (u64)k_codes | (u64)v_codes | (u64)q_codes) % 16 == 0;
   }
 };
+
+#ifndef SKUDA_HOST
+DEVICE f32 larger(f32 a, f32 b) { f32 r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+// What rcp_rn does for a number that is tame, without its branch.
+DEVICE f32 reciprocal(f32 s) {
+  f32 y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(s));
+  return fma_rn(y, -fma_rn(s, y, -1.0f), y);
+}
+#else
+DEVICE f32 larger(f32 a, f32 b) { return a != a || a >= b ? a : b; }
+DEVICE f32 reciprocal(f32 s) { return rcp_rn(s); }
+#endif
 
 // --- tables ----------------------------------------------------------------------------------------------------------
 
@@ -95,12 +110,16 @@ DEVICE Place place_of(const Append& p, s64 sequence, s64 position) {
   return Place{page, (s32)(position % PAGE), (s32)position, page >= 0 && page < p.pages};
 }
 
+// Which of `count` shares of `all` it is if they are equally large: a search waits for memory once more.
+DEVICE s32 guess(s32 count, s64 at, s64 all) {
+  const s32 i = (s32)(((f32)at + 0.5f) * (f32)count * reciprocal((f32)all));
+  return i < count ? i : count - 1;
+}
+
 // The place of a row, the same for all threads of a warp.
 DEVICE Place place_of_row(const Append& p, s64 row) {
   if (p.sequences == 0) return Place::none();
-  // First the sequence that it is if all have equally many new tokens: a search waits for memory once more.
-  s32 s = (s32)(((f32)row + 0.5f) * (f32)p.sequences / (f32)p.tokens);
-  s = s < p.sequences ? s : p.sequences - 1;
+  s32 s = guess(p.sequences, row, p.tokens);
   s32 start = p.starts[s], stop = p.starts[s + 1], length = p.lengths[s];
   if (!(start <= row && row < stop)) {
     s = how_many(p.sequences, [&](s32 i) { return p.starts[i] <= row; });
@@ -116,23 +135,52 @@ DEVICE s32 position_of(s32 column) { return (column & ~15) | (column & 12) >> 1 
 
 // --- a head ----------------------------------------------------------------------------------------------------------
 
-DEVICE void octet_at(const Data* p, f32 (&x)[OCTET]) {
-  enum { V = Width<Data>::count };
-#pragma unroll
-  for (int i = 0; i < OCTET; i += V) {
-    f32 part[V];
-    Chunk<Data>::unpack(load16(p + i), part);
-#pragma unroll
-    for (int j = 0; j < V; ++j) x[i + j] = part[j];
+// Which elements of a head a thread has: two times 4, so that the partners of a turn are in the same thread.
+struct Own {
+  u32 lane, low, high;  // of the head's threads; the first element of each 4
+  DEVICE Own(const Append& p, bool apart) {
+    lane = threadIdx.x & (p.lanes() - 1);
+    const bool split = apart && !p.interleaved && lane * OCTET < (u32)p.rotated;
+    low = split ? lane * 4 : lane * OCTET, high = low + (split ? (u32)p.rotated / 2 : 4);
+  }
+  DEVICE u32 element(int j) const { return j < 4 ? low + j : high + j - 4; }
+};
+
+// Eight elements as they lie in memory.
+DEVICE void request(const Data* p, const Own& own, uint4 (&words)[LOADS]) {
+  if (LOADS == 1) {
+    const uint2 low = __ldcs((const uint2*)(p + own.low)), high = __ldcs((const uint2*)(p + own.high));
+    words[0] = make_uint4(low.x, low.y, high.x, high.y);
+  } else {
+    words[0] = load16(p + own.low), words[LOADS - 1] = load16(p + own.high);
   }
 }
-DEVICE void load(const Data* p, bool by_octets, f32 (&x)[OCTET]) {
-  if (by_octets) {
-    octet_at(p, x);
-    return;
+DEVICE void request(const Data* p, uint4 (&words)[LOADS]) {
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) words[i] = load16(p + i * V);
+}
+DEVICE void unpack(const uint4 (&words)[LOADS], f32 (&x)[OCTET]) {
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    f32 part[V];
+    Chunk<Data>::unpack(words[i], part);
+#pragma unroll
+    for (int j = 0; j < V; ++j) x[i * V + j] = part[j];
   }
+}
+DEVICE void load(const Data* p, f32 (&x)[OCTET]) {
 #pragma unroll
   for (int j = 0; j < OCTET; ++j) x[j] = widen(p[j]);
+}
+template <bool OCTETS> DEVICE void load(const Data* p, const Own& own, f32 (&x)[OCTET]) {
+  if (OCTETS) {
+    uint4 words[LOADS];
+    request(p, own, words);
+    unpack(words, x);
+  } else {
+#pragma unroll
+    for (int j = 0; j < OCTET; ++j) x[j] = widen(p[own.element(j)]);
+  }
 }
 DEVICE void four_at(const f32* p, f32 (&x)[4]) { Chunk<f32>::unpack(__ldg((const uint4*)p), x); }
 
@@ -140,78 +188,81 @@ DEVICE void four_at(const f32* p, f32 (&x)[4]) { Chunk<f32>::unpack(__ldg((const
 struct Normal {
   const Data* weight;
   f32 factor;
-  DEVICE f32 of(f32 h, u32 element) const {
-    if (weight == nullptr) return h;
+  DEVICE f32 by(f32 h, f32 element) const {
     Data y;
-    narrow(mul_rn(mul_rn(h, factor), widen(weight[element])), y);
+    narrow(mul_rn(mul_rn(h, factor), element), y);
     return widen(y);
   }
+  DEVICE f32 of(f32 h, u32 element) const { return weight == nullptr ? h : by(h, widen(weight[element])); }
 };
 
-DEVICE Normal normal_of(const Append& p, const Data* weight, const f32 (&h)[OCTET]) {
-  if (weight == nullptr) return Normal{nullptr, 1};
+template <bool OCTETS> DEVICE f32 factor_of(const Append& p, const Own& own, const f32 (&h)[OCTET]) {
   f32 e[OCTET];
 #pragma unroll
   for (int j = 0; j < OCTET; ++j) e[j] = mul_rn(h[j], h[j]);
+  const u32 pairs = OCTETS && !p.interleaved ? (u32)p.rotated / (2 * OCTET) : 0;  // of threads that split two octets
+  if (pairs > 0) {
+    const bool odd = own.lane & 1, split = own.lane < 2 * pairs;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const f32 given = __shfl_xor_sync(ALL, odd ? e[j] : e[j + 4], 1);
+      e[j] = split && odd ? given : e[j], e[j + 4] = split && !odd ? given : e[j + 4];
+    }
+  }
 #pragma unroll
   for (int half = OCTET / 2; half > 0; half /= 2) {
 #pragma unroll
     for (int j = 0; j < half; ++j) e[j] = e[j] + e[j + half];
   }
   f32 sum = e[0];
-  for (u32 half = p.lanes() / 2; half > 0; half /= 2) sum = sum + __shfl_xor_sync(ALL, sum, half);
-  return Normal{weight, div_rn(1.0f, __fsqrt_rn(div_rn(sum, (f32)p.head_size) + p.eps))};
+  if (pairs > 0) {  // the even ones have the first octets
+    const u32 at = own.lane < pairs ? 2 * own.lane : own.lane < 2 * pairs ? 2 * (own.lane - pairs) + 1 : own.lane;
+    sum = __shfl_sync(ALL, sum, (s32)(threadIdx.x % 32 - own.lane + at));
+  }
+#pragma unroll
+  for (u32 half = MOST_LANES / 2; half > 0; half /= 2) {
+    const f32 other = __shfl_xor_sync(ALL, sum, half);
+    if (half < p.lanes()) sum = sum + other;
+  }
+  const f32 mean = mul_rn(sum, p.head_size == 128 ? 1.0f / 128 : p.head_size == 64 ? 1.0f / 64 : 1.0f / 32);
+  return rcp_rn(__fsqrt_rn(mean + p.eps));
 }
 
-// Cosines and sines of an octet, the same for all heads of a token: of 4 pairs, or of 8 elements. Those of the first
-// elements have the sign that their partners have.
+// Cosines and sines of a thread's 4 pairs, the same for all heads of a token.
 struct Angles {
-  f32 c[OCTET], s[OCTET];
+  f32 c[4], s[4];
 };
 
-DEVICE void angles_of(const Append& p, u32 own, s32 position, Angles& angles) {
-  const u32 half = (u32)p.rotated / 2, octets = half / OCTET;
-  if (own * OCTET >= (u32)p.rotated) return;
-  const bool first = own < octets;
-  const u32 pair = p.interleaved ? own * 4 : (first ? own : own - octets) * OCTET;
-  const f32* cosines = p.cos_sin + (s64)position * p.rotated + pair;
-#pragma unroll
-  for (int i = 0; i < OCTET; i += 4) {
-    if (i > 0 && p.interleaved) return;
-    f32 c[4], s[4];
-    four_at(cosines + i, c), four_at(cosines + half + i, s);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) angles.c[i + j] = c[j], angles.s[i + j] = first && !p.interleaved ? -s[j] : s[j];
-  }
+DEVICE void angles_of(const Append& p, const Own& own, s32 position, Angles& angles) {
+  if (own.lane * OCTET >= (u32)p.rotated) return;
+  const f32* cosines = p.cos_sin + (s64)position * p.rotated + own.lane * 4;
+  four_at(cosines, angles.c), four_at(cosines + (u32)p.rotated / 2, angles.s);
 }
 
-// Turns the octet `own` of a head, whose `head_size` elements in memory are `h`.
-DEVICE void turn(const Append& p, const Data* h, const Normal& normal, const Angles& angles, u32 own, s32 position,
-                 bool by_octets, f32 (&x)[OCTET]) {
+DEVICE void turn_pair(f32 c, f32 s, f32& a, f32& b) {
+  const f32 turned = mul_rn(a, c) - mul_rn(b, s);
+  b = mul_rn(b, c) + mul_rn(a, s), a = turned;
+}
+
+// Turns the elements `own` of a head, which is `h` in memory.
+template <bool OCTETS>
+DEVICE void turn(const Append& p, const Data* h, const Normal& normal, const Angles& angles, const Own& own,
+                 s32 position, f32 (&x)[OCTET]) {
   const u32 half = (u32)p.rotated / 2;
-  if (by_octets && p.interleaved) {
-    if (own * OCTET >= (u32)p.rotated) return;
+  if (OCTETS) {
+    if (own.lane * OCTET >= (u32)p.rotated) return;
+    if (p.interleaved) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const f32 a = x[2 * j], b = x[2 * j + 1];
-      x[2 * j] = mul_rn(a, angles.c[j]) - mul_rn(b, angles.s[j]);
-      x[2 * j + 1] = mul_rn(b, angles.c[j]) + mul_rn(a, angles.s[j]);
-    }
-  } else if (by_octets) {
-    const u32 octets = half / OCTET;  // of the first elements of all pairs
-    const bool turns = own < 2 * octets;
-    const u32 other = !turns ? own : own < octets ? own + octets : own - octets;
-    const s32 from = (s32)((threadIdx.x % 32 & ~(p.lanes() - 1)) + other);
+      for (int j = 0; j < 4; ++j) turn_pair(angles.c[j], angles.s[j], x[2 * j], x[2 * j + 1]);
+    } else {
 #pragma unroll
-    for (int j = 0; j < OCTET; ++j) {
-      const f32 partner = __shfl_sync(ALL, x[j], from);
-      if (turns) x[j] = mul_rn(x[j], angles.c[j]) + mul_rn(partner, angles.s[j]);
+      for (int j = 0; j < 4; ++j) turn_pair(angles.c[j], angles.s[j], x[j], x[j + 4]);
     }
   } else {
     const f32 *cosines = p.cos_sin + (s64)position * p.rotated, *sines = cosines + half;
 #pragma unroll
     for (int j = 0; j < OCTET; ++j) {
-      const u32 e = own * OCTET + j;
+      const u32 e = own.element(j);
       if (e >= (u32)p.rotated) continue;
       const bool first = p.interleaved ? e % 2 == 0 : e < half;
       const u32 distance = p.interleaved ? 1 : half, other = first ? e + distance : e - distance;
@@ -222,200 +273,222 @@ DEVICE void turn(const Append& p, const Data* h, const Normal& normal, const Ang
   }
 }
 
-// Codes of a head's octet; returns RN(m / 127), of all threads of the head.
-DEVICE f32 quantize(const Append& p, const f32 (&x)[OCTET], u32 (&codes)[OCTET]) {
-  s32 most = 0;  // bits, of which those of a NaN are the largest
+// Codes of a part of a head; returns RN(m / 127), of all threads of the head. IS_DATA: x are Data as they were.
+template <bool IS_DATA> DEVICE f32 quantize(const Append& p, const f32 (&x)[OCTET], u32 (&codes)[OCTET]) {
+  f32 own = fabsf(x[0]);  // a NaN if there is one
 #pragma unroll
-  for (int j = 0; j < OCTET; ++j) most = max_of(most, bits_of(fabsf(x[j])));
-  for (u32 half = p.lanes() / 2; half > 0; half /= 2) most = max_of(most, __shfl_xor_sync(ALL, most, half));
-  const f32 scale = div_rn(number_of(capped(most)), 127.0f);
-  const Segment<f32> own[1] = {Segment<f32>::make(scale == 0 ? 1.0f : scale, 0, -127, 127, true)};
-  if (all_quick(own) && all_finite(x)) quick_codes_within(x, own[0], codes);
-  else quantized(x, own, codes);
-  return scale;
+  for (int j = 1; j < OCTET; ++j) own = larger(own, fabsf(x[j]));
+  s32 most = bits_of(own);  // those of a NaN are the largest
+#pragma unroll
+  for (u32 half = MOST_LANES / 2; half > 0; half /= 2) {
+    most = max_of(most, __shfl_xor_sync(ALL, most, half & (p.lanes() - 1)));  // at the end its own
+  }
+  // Rounded correctly for every mantissa, if nothing underflows; a tame scale shows that, and that all x are finite.
+  const f32 part = 1.0f / 127, m = number_of(most), near = mul_rn(m, part);
+  const f32 scale = fma_rn(fma_rn(near, -127.0f, m), part, near);
+  if (tame(scale)) {
+    // As in quotient.cuh, but the first quotient is faithful already, so that one step is enough for f32.
+    const f32 y = reciprocal(scale), lack = fma_rn(-scale, y, 1.0f);
+    const f32 rest = fma_rn(mul_rn(lack, lack), y, mul_rn(lack, y));
+#pragma unroll
+    for (int j = 0; j < OCTET; ++j) {
+      f32 q = fma_rn(x[j], y, mul_rn(x[j], rest));
+      if (!IS_DATA || sizeof(Data) > 2) q = fma_rn(fma_rn(q, scale, -x[j]), -y, q);
+      codes[j] = Magic<f32>::low(q + Magic<f32>::value());
+    }
+    return scale;
+  }
+  const f32 extreme = div_rn(number_of(capped(most)), 127.0f);
+#pragma unroll
+  for (int j = 0; j < OCTET; ++j) {  // no call: what lives across one is kept in memory
+    const f32 q = div_rn(x[j], extreme == 0 ? 1.0f : extreme);
+    codes[j] = (u32)(s32)(q == q ? fminf(fmaxf((f32)rint(q), -127.0f), 127.0f) : 0.0f);
+  }
+  return extreme;
 }
 
-DEVICE void put_octet(s8* p, bool by_octets, const u32 (&codes)[OCTET]) {
-  if (by_octets) {  // not streamed: attention reads them next
-    *(uint2*)p = make_uint2(four_bytes(codes[0], codes[1], codes[2], codes[3]), four_bytes(codes[4], codes[5], codes[6], codes[7]));
-    return;
-  }
+template <bool OCTETS> DEVICE void put_octet(s8* p, const Own& own, const u32 (&codes)[OCTET]) {
+  if (OCTETS) {  // not streamed: attention reads them next
+    *(u32*)(p + own.low) = four_bytes(codes[0], codes[1], codes[2], codes[3]);
+    *(u32*)(p + own.high) = four_bytes(codes[4], codes[5], codes[6], codes[7]);
+  } else {
 #pragma unroll
-  for (int j = 0; j < OCTET; ++j) p[j] = (s8)codes[j];
+    for (int j = 0; j < OCTET; ++j) p[own.element(j)] = (s8)codes[j];
+  }
 }
 
 // --- rows and tiles --------------------------------------------------------------------------------------------------
 
-// A head of a token: of queries, of keys or of values.
-struct Head {
-  const Data* data;
-  u32 head;
+// The heads that a warp takes are of one kind: queries, keys or values.
+struct Kind {
   bool is_q, is_k;
-  DEVICE Head(const Append& p, s64 row, u32 number) {
-    is_q = number < (u32)p.heads, is_k = !is_q && number < (u32)(p.heads + p.kv_heads);
-    head = number - (is_q ? 0 : is_k ? p.heads : p.heads + p.kv_heads);
-    data = is_q ? p.q + row * p.q_leading : is_k ? p.k + row * p.k_leading : p.v + row * p.v_leading;
-    data += head * p.head_size;
+  // By value: parameters that are chosen by address would lie in local memory.
+  template <class T> DEVICE T of(T q, T k, T v) const {
+    const T other = is_k ? k : v;
+    return is_q ? q : other;
   }
 };
 
-// Normalizes, turns and shifts the octet `x` of a head. Every thread of a warp takes the way of all heads in it, because
-// they shuffle together.
-DEVICE void prepare(const Append& p, const Head& of, const Place& place, const Angles& angles, u32 own, bool by_octets,
-                    f32 (&x)[OCTET]) {
-  const Data* weight = of.is_q ? p.q_norm : of.is_k ? p.k_norm : nullptr;
-  Normal normal = Normal{nullptr, 1};
-  if (__any_sync(ALL, weight != nullptr)) {
-    normal = normal_of(p, weight != nullptr ? weight : of.data, x);
-    normal.weight = weight;
+// Normalizes, turns and shifts the elements `x` of a head, which is `h` in memory.
+template <bool OCTETS>
+DEVICE void prepare(const Append& p, const Kind& kind, u32 head, const Data* h, const Place& place, const Angles& angles,
+                    const Own& own, f32 (&x)[OCTET]) {
+  Normal normal = Normal{kind.of<const Data*>(p.q_norm, p.k_norm, nullptr), 1};
+  if (normal.weight != nullptr) {
+    normal.factor = factor_of<OCTETS>(p, own, x);
+    f32 weights[OCTET];
+    load<OCTETS>(normal.weight, own, weights);
 #pragma unroll
-    for (int j = 0; j < OCTET; ++j) x[j] = normal.of(x[j], own * OCTET + j);
+    for (int j = 0; j < OCTET; ++j) x[j] = normal.by(x[j], weights[j]);
   }
-  if (place.position >= 0 && p.rotated > 0) {  // the same for the whole warp
-    f32 turned[OCTET];
+  if (p.rotated > 0 && (kind.is_q || kind.is_k)) turn<OCTETS>(p, h, normal, angles, own, place.position, x);
+  if (p.k_offset != nullptr && kind.is_k) {
+    const f32* offset = p.k_offset + head * p.head_size;
 #pragma unroll
-    for (int j = 0; j < OCTET; ++j) turned[j] = x[j];
-    turn(p, of.data, normal, angles, own, place.position, by_octets, turned);
+    for (int i = 0; i < OCTET; i += 4) {
+      f32 four[4];
+      if (OCTETS) four_at(offset + own.element(i), four);
 #pragma unroll
-    for (int j = 0; j < OCTET; ++j) x[j] = of.is_q || of.is_k ? turned[j] : x[j];
+      for (int j = 0; j < 4; ++j) x[i + j] = x[i + j] - (OCTETS ? four[j] : __ldg(offset + own.element(i + j)));
+    }
   }
-  if (of.is_k && p.k_offset != nullptr) {
-#pragma unroll
-    for (int j = 0; j < OCTET; ++j) x[j] = x[j] - __ldg(p.k_offset + of.head * p.head_size + own * OCTET + j);
-  }
-#pragma unroll
-  for (int j = 0; j < OCTET; ++j) x[j] = place.live ? x[j] : 0;
 }
 
-DEVICE void put(const Append& p, const Head& of, s64 row, const Place& place, u32 own, bool by_octets, f32 scale,
-                const u32 (&codes)[OCTET]) {
-  if (of.is_q) {
-    const s64 at = row * p.heads + of.head;
-    put_octet(p.q_codes + at * p.head_size + own * OCTET, by_octets, codes);
-    if (own == 0) p.q_scale[at] = scale == 0 ? 1.0f : scale;
-    return;
-  }
-  if (!place.live) return;
-  const s64 at = place.page * p.kv_heads + of.head;
-  if (of.is_k) {
-    put_octet(p.k_codes + (at * PAGE + place.slot) * p.head_size + own * OCTET, by_octets, codes);
-    if (own == 0) p.k_scale[at * PAGE + place.slot] = scale;
-    return;
-  }
-  s8* column = p.v_codes + (at * p.head_size + own * OCTET) * PAGE + column_of(place.slot);
-#pragma unroll
-  for (int j = 0; j < OCTET; ++j) column[j * PAGE] = (s8)codes[j];
-  if (own == 0) p.v_scale[at * PAGE + place.slot] = scale;
-}
-
-// A part of a token's heads of queries, keys and, if VALUES, values for each warp: TURNS times as many as it has threads
-// for. All of them are requested at once.
-template <int TURNS, bool VALUES> DEVICE void heads_of_a_row(const Append& p, u32 block, u32 parts) {
-  enum { V = Width<Data>::count, LOADS = OCTET / V };
-  const u32 lanes = p.lanes(), own = threadIdx.x & (lanes - 1), side = 32 / lanes;
-  const u32 per_row = p.heads + (VALUES ? 2 : 1) * p.kv_heads;
-  const u32 part = block * (blockDim.x / 32) + threadIdx.x / 32;
-  const s64 row = part / parts;
+// Some heads of a kind of a token for each warp: up to `turns` times as many as it has threads for. The next are
+// requested before the work on those that are there. It is a loop, because a warp that runs each instruction once waits
+// for instructions.
+template <bool VALUES, bool OCTETS>
+DEVICE void heads_of_a_row(const Append& p, u32 block, u32 q_parts, u32 kv_parts, u32 turns) {
+  const Own own(p, OCTETS);
+  const u32 side = 32u >> p.shift(), d = p.head_size, parts = q_parts + (VALUES ? 2 : 1) * kv_parts;
+  const u32 warp = block * (blockDim.x / 32) + threadIdx.x / 32, row = warp / parts, part = warp - row * parts;
   if (row >= p.tokens) return;  // the whole warp, as in the loop below
-  const u32 first = part % parts * TURNS * side, mine = first + threadIdx.x % 32 / lanes;
-  const bool by_octets = p.by_octets();
-  uint4 raw[TURNS][LOADS];
-  if (by_octets) {
-#pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
-      const Data* data = Head(p, row, min(mine + i * side, per_row - 1)).data + own * OCTET;
-#pragma unroll
-      for (int j = 0; j < LOADS; ++j) raw[i][j] = load16(data + j * V);
-    }
-  }
-  const Place place = place_of_row(p, row);
+  const bool is_q = part < q_parts, is_k = !is_q && (!VALUES || part < q_parts + kv_parts);
+  const Kind kind = {is_q, is_k};
+  const u32 heads = kind.of(p.heads, p.kv_heads, p.kv_heads);
+  const u32 first = (part - kind.of(0u, q_parts, q_parts + kv_parts)) * turns * side;
+  const u32 last = min(first + turns * side, heads);
+  u32 head = first + (threadIdx.x % 32 >> p.shift());
+  const Data* data = kind.of(p.q, p.k, p.v) + row * kind.of(p.q_leading, p.k_leading, p.v_leading);
+  data += (u64)min(head, heads - 1) * d;
+  uint4 next[LOADS] = {};
+  if (OCTETS) request(data, own, next);
+  Place place = place_of_row(p, row);
   Angles angles = {};
-  if (by_octets && place.position >= 0 && p.rotated > 0) angles_of(p, own, place.position, angles);
+  if (OCTETS && place.position >= 0 && (is_q || is_k)) angles_of(p, own, place.position, angles);
+  const u32 apart = is_q ? 1 : PAGE;
+  const s64 at = is_q ? (s64)row * heads + head : (place.page * heads + head) * PAGE;
+  f32* scales = kind.of(p.q_scale, p.k_scale, p.v_scale) + at + (is_q ? 0 : place.slot);
+  s8* to = kind.of(p.q_codes, p.k_codes, p.v_codes) + at * d;
+  to += kind.of<s64>(0, (s64)place.slot * d, column_of(place.slot));
+#pragma unroll 1
+  for (u32 i = first; i < last; i += side) {
+    uint4 words[LOADS];
+    const Data* h = data;
 #pragma unroll
-  for (int i = 0; i < TURNS; ++i) {
-    if (first + i * side >= per_row) return;
-    const u32 number = mine + i * side;
-    const Head of(p, row, min(number, per_row - 1));
-    f32 x[OCTET];
-    u32 codes[OCTET];
-    if (by_octets) {
-#pragma unroll
-      for (int j = 0; j < LOADS; ++j) {
-        f32 some[V];
-        Chunk<Data>::unpack(raw[i][j], some);
-#pragma unroll
-        for (int e = 0; e < V; ++e) x[j * V + e] = some[e];
-      }
-    } else {
-      load(of.data + own * OCTET, false, x);
+    for (int j = 0; j < LOADS; ++j) words[j] = next[j];
+    if (head + side < heads) data += side * d;
+    if (OCTETS && i + side < last) request(data, own, next);
+    if (!OCTETS) place = place_of_row(p, row);  // again, or addresses of all turns would be kept in local memory
+    f32 x[OCTET], scale = 0;
+    u32 codes[OCTET] = {};
+    if (place.live) {  // the same for the whole warp
+      if (OCTETS) unpack(words, x);
+      else load<false>(h, own, x);
+      prepare<OCTETS>(p, kind, head < heads ? head : 0, h, place, angles, own, x);
+      scale = quantize<false>(p, x, codes);
     }
-    prepare(p, of, place, angles, own, by_octets, x);
-    const f32 scale = quantize(p, x, codes);
-    if (number < per_row) put(p, of, row, place, own, by_octets, scale, codes);
+    if (head < heads && (is_q || place.live)) {
+      if (VALUES && !is_q && !is_k) {
+#pragma unroll
+        for (int j = 0; j < OCTET; ++j) to[own.element(j) * PAGE] = (s8)codes[j];
+      } else {
+        put_octet<OCTETS>(to, own, codes);
+      }
+      if (own.lane == 0) *scales = is_q && scale == 0 ? 1.0f : scale;
+    }
+    head += side, to += side * apart * d, scales += side * apart;
   }
 }
 
 // Where the codes of element `d` lie in shared memory, for 4 columns each: no two threads of a warp that write at once
-// meet in a bank.
-DEVICE u32 word_at(u32 d, u32 four) { return (d ^ (d >> 6 & 1)) * (TILE / 4) + (four ^ (d >> 3 & 7)); }
+// meet in a bank, where heads have 128 elements.
+DEVICE u32 word_at(u32 d, u32 four) { return (d ^ (four & 1)) * (TILE / 4) + (four ^ (d >> 3 & 15)); }
 
-// Values of 32 aligned positions of a head. Tiles are numbered so that sequence s has those from starts[s] / 32 + 2 s on,
-// which are at least as many as its new tokens touch.
-DEVICE void values_of_a_tile(const Append& p, u32 block) {
-  __shared__ u32 tile[PAGE * TILE / 4];
-  const s64 number = block / p.kv_heads;
-  const u32 head = block % p.kv_heads, lanes = p.lanes(), own = threadIdx.x & (lanes - 1);
+// Values of 64 aligned positions of a head. Tiles are numbered so that sequence s has those from starts[s] / 64 + 2 s on,
+// which are at least as many as its new tokens touch. A thread takes the 4 positions that are neighbours in a page, so
+// that it writes whole words.
+template <bool OCTETS> DEVICE void values_of_a_tile(const Append& p, u32 block, u32* tile) {
+  const u32 number = block / p.kv_heads, head = block - number * p.kv_heads;
   if (p.sequences == 0) return;
-  const s64 s = how_many(p.sequences - 1, [&](s32 i) { return (s64)p.starts[i] / TILE + 2 * (s64)i <= number; });
-  const s64 start = p.starts[s], end = p.lengths[s], begin = end - (p.starts[s + 1] - start);
-  const s64 first_slot = begin > 0 ? begin : 0;  // before it is padding
-  const s64 base = first_slot / TILE * TILE + (number - start / TILE - 2 * s) * TILE;
-  const s64 low = base > first_slot ? base : first_slot, high = base + TILE < end ? base + TILE : end;
-  if (base < 0 || low >= high) return;  // the whole block
-  const bool by_octets = p.by_octets();
-  const u32 side = blockDim.x / lanes;  // positions at once
-  f32 x[2][OCTET] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const u32 slot = threadIdx.x / lanes + i * side;
-    const s64 position = base + slot, row = start + position - begin;
-    const bool inside = slot < TILE && position >= low && position < high && row >= 0 && row < p.tokens;
-    if (inside) load(p.v + row * p.v_leading + head * p.head_size + own * OCTET, by_octets, x[i]);
+  s32 s = guess(p.sequences, number, p.tokens / TILE + 2 * (s64)p.sequences);
+  s64 start = p.starts[s], stop = p.starts[s + 1], end = p.lengths[s];
+  const bool early = s > 0 && number < start / TILE + 2 * (s64)s;
+  if (early || (s + 1 < p.sequences && number >= stop / TILE + 2 * (s64)s + 2)) {
+    s = how_many(p.sequences - 1, [&](s32 i) { return (s64)p.starts[i] / TILE + 2 * (s64)i <= number; });
+    start = p.starts[s], stop = p.starts[s + 1], end = p.lengths[s];
   }
-  const Place first = place_of(p, s, base);
-  if (!first.live) return;  // the whole block: one page has all positions of the tile
-  const s64 at = first.page * p.kv_heads + head;
+  const s64 begin = end - (stop - start), first = begin > 0 ? begin : 0;  // before that is padding
+  const s64 base = (first / TILE + number - start / TILE - 2 * (s64)s) * TILE;
+  if (base < 0 || base >= end) return;  // the whole block, as below
+  // From which position of the tile to which there are rows.
+  const s64 row = base + start - begin, positions = end < p.most_positions ? end : p.most_positions;
+  const s64 low = first - base > -row ? first - base : -row;
+  const s64 high = positions - base < p.tokens - row ? positions - base : p.tokens - row;
+  if (low >= TILE || high <= 0 || low >= high) return;
+  const s32 from = low > 0 ? (s32)low : 0, to = high < TILE ? (s32)high : TILE;
+  const u32 own = threadIdx.x & (p.lanes() - 1), four = threadIdx.x >> p.shift();
+  const s32 slot = (s32)(four / 4 * QUARTER + four % 4 * 2);
+  const Data* data = p.v + row * p.v_leading + head * p.head_size + own * OCTET;
+  uint4 raw[4][LOADS] = {};
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (i * side >= TILE) break;
-    const u32 slot = threadIdx.x / lanes + i * side, column = column_of(slot);
-    const s64 position = base + slot, row = start + position - begin;
+  for (int i = 0; i < 4; ++i) {
+    const s32 one = slot + i / 2 * 8 + i % 2;
+    if (OCTETS && one >= from && one < to) request(data + one * p.v_leading, raw[i]);
+  }
+  const Place place = place_of(p, s, base);
+  if (!place.live) return;  // one page has all positions of the tile
+  const s64 at = place.page * p.kv_heads + head;
+  u32 words[OCTET];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const s32 one = slot + i / 2 * 8 + i % 2;
+    f32 x[OCTET] = {};
     u32 codes[OCTET];
-    const f32 scale = quantize(p, x[i], codes);
-    if (own == 0 && position >= low && position < high && row >= 0 && row < p.tokens && position < p.most_positions)
-      p.v_scale[at * PAGE + first.slot + slot] = scale;
+    if (OCTETS) unpack(raw[i], x);
+    else if (one >= from && one < to) load(data + one * p.v_leading, x);
+    const f32 scale = quantize<true>(p, x, codes);
+    if (own == 0 && one >= from && one < to) p.v_scale[at * PAGE + place.slot + one] = scale;
 #pragma unroll
-    for (int j = 0; j < OCTET; ++j) ((s8*)&tile[word_at(own * OCTET + j, column / 4)])[column % 4] = (s8)codes[j];
+    for (int j = 0; j < OCTET; ++j)
+      words[j] = i == 0 ? codes[j] : __byte_perm(words[j], codes[j], i == 1 ? 0x3240 : i == 2 ? 0x3410 : 0x4210);
   }
-  const s64 most = start - begin;  // row of position 0
-  const s64 last = high < p.most_positions ? high : p.most_positions;
-  const s64 from = low + most < 0 ? -most : low, to = last + most > p.tokens ? p.tokens - most : last;
-  __syncthreads();
-  for (u32 i = threadIdx.x; i < (u32)p.head_size * (TILE / HALF); i += blockDim.x) {
-    const u32 d = i / (TILE / HALF), half = i % (TILE / HALF);
-    u32 words[4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) words[w] = tile[word_at(d, half * 4 + w)];
-    s8* to_write = p.v_codes + (at * p.head_size + d) * PAGE + first.slot + half * HALF;
-    const s64 begins = base + half * HALF;
-    if (begins >= from && begins + HALF <= to && (u64)to_write % 16 == 0) {
-      *(uint4*)to_write = make_uint4(words[0], words[1], words[2], words[3]);
+  for (int j = 0; j < OCTET; ++j) tile[word_at(own * OCTET + j, four)] = words[j];
+  __syncthreads();
+  s8* page = p.v_codes + at * p.head_size * PAGE + place.slot;
+  for (u32 i = threadIdx.x; i < (u32)p.head_size * (TILE / QUARTER); i += blockDim.x) {
+    const u32 part = i / 4, quarter = i % 4, d = (part & (p.lanes() - 1)) * OCTET + (part >> p.shift());
+    u32 some[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) some[w] = tile[word_at(d, quarter * 4 + w)];
+    s8* to_write = page + d * PAGE + quarter * QUARTER;
+    const s32 begins = (s32)quarter * QUARTER;
+    if (begins >= from && begins + QUARTER <= to && (u64)to_write % 16 == 0) {
+      *(uint4*)to_write = make_uint4(some[0], some[1], some[2], some[3]);
       continue;
     }
 #pragma unroll
-    for (int c = 0; c < HALF; ++c) {
-      const s64 one = begins + position_of(c);
-      if (one >= from && one < to) to_write[c] = (s8)(words[c / 4] >> 8 * (c % 4));
+    for (int c = 0; c < QUARTER; c += 2) {  // two columns have neighbouring positions
+      const s32 one = begins + position_of(c);
+      const u32 two = some[c / 4] >> 8 * (c % 4);
+      const bool first = one >= from && one < to, second = one + 1 >= from && one + 1 < to;
+      if (first && second && (u64)to_write % 2 == 0) {
+        *(u16*)(to_write + c) = (u16)two;
+        continue;
+      }
+      if (first) to_write[c] = (s8)two;
+      if (second) to_write[c + 1] = (s8)(two >> 8);
     }
   }
 }
@@ -425,21 +498,31 @@ DEVICE void values_of_a_tile(const Append& p, u32 block) {
       const Data *k_norm, const f32 *cos_sin, const f32 *k_offset, const s32 *block_table, const s32 *lengths,        \
       const s32 *starts, s8 *k_codes, f32 *k_scale, s8 *v_codes, f32 *v_scale, s8 *q_codes, f32 *q_scale, f32 eps,    \
       s64 tokens, s32 heads, s32 kv_heads, s32 head_size, s32 sequences, s32 pages, s32 most_blocks,                  \
-      s32 most_positions, s32 rotated, s32 interleaved, s32 parts, s32 value_blocks
+      s32 most_positions, s32 rotated, s32 interleaved, s32 q_parts, s32 kv_parts, s32 turns, s32 value_blocks
 #define GIVEN                                                                                                         \
   Append{q,       k,       v,       q_leading, k_leading, v_leading, q_norm,    k_norm,   cos_sin,     k_offset,      \
          block_table, lengths, starts, k_codes, k_scale,  v_codes,   v_scale,   q_codes,  q_scale,     eps,           \
          tokens,  heads,   kv_heads, head_size, sequences, pages,    most_blocks, most_positions, rotated, interleaved}
 
-KERNEL(256, 4) rope_quantize_append_rows(PARAMETERS) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  heads_of_a_row<1, true>(GIVEN, blockIdx.x, parts);
+template <bool OCTETS>
+DEVICE void tiles(const Append& p, u32 q_parts, u32 kv_parts, u32 turns, u32 value_blocks, u32* tile) {
+  if (blockIdx.x < value_blocks) values_of_a_tile<OCTETS>(p, blockIdx.x, tile);
+  else heads_of_a_row<false, OCTETS>(p, blockIdx.x - value_blocks, q_parts, kv_parts, turns);
 }
 
-KERNEL(256, 2) rope_quantize_append_tiles(PARAMETERS) {
+KERNEL(256, sizeof(Data) == 2 ? 4 : 3) rope_quantize_append_rows(PARAMETERS) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  if (blockIdx.x < (u32)value_blocks) values_of_a_tile(GIVEN, blockIdx.x);
-  else heads_of_a_row<4, false>(GIVEN, blockIdx.x - value_blocks, parts);
+  const Append p = GIVEN;
+  if (p.by_octets()) heads_of_a_row<true, true>(p, blockIdx.x, q_parts, kv_parts, 1);
+  else heads_of_a_row<true, false>(p, blockIdx.x, q_parts, kv_parts, 1);
+}
+
+KERNEL(256, sizeof(Data) == 2 ? 4 : 3) rope_quantize_append_tiles(PARAMETERS) {
+  __shared__ u32 tile[PAGE * TILE / 4];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const Append p = GIVEN;
+  if (p.by_octets()) tiles<true>(p, q_parts, kv_parts, turns, (u32)value_blocks, tile);
+  else tiles<false>(p, q_parts, kv_parts, turns, (u32)value_blocks, tile);
 }

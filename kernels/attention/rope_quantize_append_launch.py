@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from skuda.registry.device import Device
 
 _OCTET = 8
-_TILE = 32
-"""Positions of a tile of values."""
+_TILE = 64
+"""Positions of a tile of values, of which a thread takes 4."""
 _THREADS = 256
 _WARP = 32
-_TURNS = 4
-"""How often a warp takes as many heads of a token as it has threads for, beside tiles of values; elsewhere once."""
+_MOST_TURNS = 4
+"""How often at most a warp takes as many heads of a token as it has threads for, beside tiles; elsewhere once."""
+_RESIDENT = 32
+"""Warps of a multiprocessor. As long as there are fewer, none takes heads more than once."""
 _FEW = 16
 """Below so many new tokens for each sequence, on average, most of a tile of values would be empty."""
 
@@ -29,9 +31,12 @@ def append(problem: RopeQuantizeAppendDescriptor, device: Device) -> Launch:
         return Launch(steps=())
     lanes = problem.head_size // _OCTET
     tiled = problem.tokens >= _FEW * problem.sequences > 0
-    per_row = problem.heads + problem.kv_heads * (1 if tiled else 2)
-    parts = -(-per_row // (_WARP // lanes * (_TURNS if tiled else 1)))
-    warps = min(_THREADS, _TILE * lanes) // _WARP if tiled else min(_THREADS // _WARP, parts)
+    queries, keys = (-(-heads * lanes // _WARP) for heads in (problem.heads, problem.kv_heads))
+    full = problem.tokens * (queries + keys) // (_RESIDENT * max(1, device.sm_count))
+    turns = max(1, min(full, _MOST_TURNS)) if tiled else 1
+    q_parts, kv_parts = -(-queries // turns), -(-keys // turns)
+    parts = q_parts + kv_parts * (1 if tiled else 2)
+    warps = _TILE // 4 * lanes // _WARP if tiled else min(_THREADS // _WARP, parts)
     row_blocks = -(-problem.tokens * parts // warps)
     tiles = problem.tokens // _TILE + 2 * problem.sequences if tiled else 0
     value_blocks = tiles * problem.kv_heads
@@ -39,13 +44,13 @@ def append(problem: RopeQuantizeAppendDescriptor, device: Device) -> Launch:
         entry=f"rope_quantize_append_{'tiles' if tiled else 'rows'}",
         grid=(value_blocks + row_blocks, 1, 1),
         block=(_WARP * warps, 1, 1),
-        parameters=_parameters(problem, parts, value_blocks),
+        parameters=_parameters(problem, q_parts, kv_parts, turns, value_blocks),
         overlaps=device.overlaps_launches,
     )
     return Launch(steps=(step,), alike=ANY_ROWS)
 
 
-def _parameters(problem: RopeQuantizeAppendDescriptor, parts: int, value_blocks: int) -> tuple[Parameter, ...]:
+def _parameters(problem: RopeQuantizeAppendDescriptor, *blocks: int) -> tuple[Parameter, ...]:
     """Return the parameters that the PARAMETERS macro of ``rope_quantize_append.cu`` declares."""
     given = {argument.name for argument in problem.arguments()}
     optional = [pointers(name) if name in given else s64(0) for name in ("q_norm", "k_norm", "k_offset")]
@@ -60,5 +65,5 @@ def _parameters(problem: RopeQuantizeAppendDescriptor, parts: int, value_blocks:
         Constant(ElementKind.F32, problem.eps),
         *s64(problem.tokens),
         *s32(*sizes, problem.most_blocks, problem.most_positions, problem.rotated),
-        *s32(problem.rotary_layout is RotaryLayout.INTERLEAVED, parts, value_blocks),
+        *s32(problem.rotary_layout is RotaryLayout.INTERLEAVED, *blocks),
     )
