@@ -1,12 +1,12 @@
 // Attention over a paged int8 cache, as attention.py defines it: the bits do not depend on how rows are spread.
 //
-//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  p = e v_scale;  2^m >= max p
-//   w = rne(255 p / 2^m);  S = sum w v;  L = sum rne(65536 e);  output = S 2^m (65536 / 255) / L
+//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  2^m >= max v_scale
+//   w = rne(e 65280 v_scale / 2^m);  S = sum w v;  L = sum rne(2^22 e);  output = S 2^m (2^22 / 65280) / L
 //
 //   parameters          see attention.cuh
 //
-// Data: q in registers. A block of 128 keys: global memory -> mma.sync -> scores in registers -> weights, packed, in
-// registers, which are as they are the operand of the second product -> mma.sync -> sums -> sums of the chunk, and of all
+// Data: q in registers. A block of 128 keys: global memory -> mma.sync -> scores in registers -> weights, as packed
+// bytes in registers, which are as they are the operands of the other products -> mma.sync -> sums -> sums of the chunk, and of all
 // chunks, in shared memory, each in a place of its own lane. Nothing is shared between lanes but by shuffles.
 //
 // Variants: one entry for each D. A warp computes a tile of 16 rows. A second step makes codes of the output, if they
@@ -46,7 +46,7 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
     const f32* const v_scale = p.v_scale + page * PAGE;
 
     f32 y[TILES][4];  // minus infinity where a key does not count
-    f32 top[2] = {minus_infinity(), minus_infinity()};
+    f32 top[2] = {minus_infinity(), minus_infinity()}, largest[2] = {0.0f, 0.0f};  // of y, and of v_scale
     bool bad[2] = {false, false};
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
@@ -64,12 +64,13 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
         bad[i / 2] |= seen && !good;
         y[t][i] = seen && good ? mul_rn((f32)acc[i], scale) : minus_infinity();
         top[i / 2] = fmaxf(top[i / 2], y[t][i]);
+        largest[i / 2] = fmaxf(largest[i / 2], seen && good ? v_scale[j] : 0.0f);
       }
     }
 
     Sums own[2];
     bool some[2];
-    f32 z[2], base[2], most[2] = {0.0f, 0.0f};
+    f32 z[2], base[2], unit[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       some[i] = max(row[i].first, block * PAGE) <= min(row[i].last, block * PAGE + PAGE - 1);
@@ -79,6 +80,7 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
       own[i].n = !some[i] ? UNSEEN : good ? (s32)n : 0;
       base[i] = good ? 512.0f - n : 512.0f, z[i] = good ? row[i].z : 0.0f;
       bad[i] = !good;
+      weights_unit(quad_max(largest[i]), own[i].m, unit[i]);
     }
     s32 weight[2] = {0, 0};
 #pragma unroll
@@ -87,28 +89,24 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
       for (int i = 0; i < 4; ++i) {
         const bool counts = y[t][i] != minus_infinity();
         const f32 e = power_of_two(fma_rn(z[i / 2], y[t][i], base[i / 2]));
-        weight[i / 2] += (s32)(__float_as_uint(fma_rn(e, 65536.0f, 8388608.0f)) & 0x7fffffu);
-        y[t][i] = counts ? mul_rn(e, v_scale[8 * t + 2 * c + i % 2]) : 0.0f;
-        most[i / 2] = fmaxf(most[i / 2], y[t][i]);
+        weight[i / 2] += (s32)(__float_as_uint(fma_rn(e, 4194304.0f, 8388608.0f)) & 0x7fffffu);
+        const f32 g = counts ? mul_rn(v_scale[8 * t + 2 * c + i % 2], unit[i / 2]) : 0.0f;
+        y[t][i] = __uint_as_float(weight_bits(e, g));
       }
     }
-    f32 unit[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      weights_unit(quad_max(most[i]), own[i].m, unit[i]);
       own[i].weight = (f32)quad_sum(weight[i]);
       if (bad[i] && some[i]) own[i].weight = __uint_as_float(0x7fc00000u);
     }
-    u32 w[4][4];  // of 32 keys: a row and the one 8 below, of 16 keys and of 16 more
+    u32 high[4][4], low[4][4];  // of 32 keys: a row and the one 8 below, of 16 keys and of 16 more
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int t = i / 4 * 4 + i % 4 / 2 * 2, r = i % 2;
-      w[i / 4][i % 4] = 0;
+      u32 bits[4];
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const u32 code = __float_as_uint(fma_rn(y[t + b / 2][2 * r + b % 2], unit[r], 8388608.0f)) & 255u;
-        w[i / 4][i % 4] |= code << 8 * b;
-      }
+      for (int b = 0; b < 4; ++b) bits[b] = __float_as_uint(y[t + b / 2][2 * r + b % 2]);
+      weight_bytes(bits, high[i / 4][i % 4], low[i / 4][i % 4]);
     }
 
     f32 f[2][2];
@@ -116,16 +114,18 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
     for (int i = 0; i < 2; ++i) add(part[i], own[i], f[i]);
 #pragma unroll 4
     for (int t = 0; t < D / 8; ++t) {
-      s32 acc[4] = {0, 0, 0, 0};
+      s32 acc[4] = {0, 0, 0, 0}, more[4] = {0, 0, 0, 0};
       const s8* const value = v_codes + (8 * t + quad) * PAGE + 4 * c;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        mma_m16n8k32<u8, s8>(acc, w[j], word_at(value + 32 * j, words), word_at(value + 32 * j + 16, words));
+        const u32 v[2] = {word_at(value + 32 * j, words), word_at(value + 32 * j + 16, words)};
+        mma_m16n8k32<u8, s8>(acc, high[j], v[0], v[1]);
+        mma_m16n8k32<s8, s8>(more, low[j], v[0], v[1]);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         f32& sum = chunk[(t * 4 + i) * 32 + lane];
-        sum = fma_rn(sum, f[i / 2][0], mul_rn((f32)acc[i], f[i / 2][1]));
+        sum = fma_rn(sum, f[i / 2][0], mul_rn((f32)(256 * acc[i] + more[i]), f[i / 2][1]));
       }
     }
 

@@ -47,6 +47,17 @@ struct Attention {
   Attention{q_codes, q_scale, k_codes, k_scale, v_codes, v_scale, block_table, lengths, starts, output,              \
             c, tokens, group, kv_heads, sequences, pages, most_blocks, causal, window}
 
+// Index of the thread. The compiler cannot compute what follows from it before a loop, where it would take registers.
+#ifdef SKUDA_HOST
+DEVICE u32 own_thread() { return threadIdx.x; }
+#else
+DEVICE u32 own_thread() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+#endif
+
 DEVICE f32 minus_infinity() { return __uint_as_float(0xff800000u); }
 DEVICE bool usable(f32 scale) { return scale >= 0.0f && scale < 8.112963841460668e31f; }  // 2^106
 DEVICE s32 clamped(s32 v, s32 most) { return min(max(v, 0), most); }
@@ -77,12 +88,20 @@ DEVICE f32 power_of_two(f32 u) {
   return __uint_as_float(plus_shifted(__float_as_uint(v), h));
 }
 
-// m of the largest p of a block, and 255 / 2^m.
+// m of the largest v_scale of a block, and 65280 / 2^m.
 DEVICE void weights_unit(f32 largest, s32& m, f32& unit) {
   const u32 bits = __float_as_uint(largest);
-  const bool small = largest < power(-118);
+  const bool small = largest < power(-110);
   m = small ? NOTHING : (s32)(bits >> 23) - 127 + ((bits & 0x7fffffu) != 0);
-  unit = small ? 0.0f : mul_rn(255.0f, power(-m));
+  unit = small ? 0.0f : mul_rn(65280.0f, power(-m));
+}
+
+// w + 128 in the low bits: in bits 8 to 15 h of w = 256 h + l, and below l + 128.
+DEVICE u32 weight_bits(f32 e, f32 g) { return __float_as_uint(fma_rn(e, g, 8388736.0f)); }
+// The bytes h and l of four weights.
+DEVICE void weight_bytes(const u32 (&bits)[4], u32& high, u32& low) {
+  const u32 first = __byte_perm(bits[0], bits[1], 0x5140), second = __byte_perm(bits[2], bits[3], 0x5140);
+  high = __byte_perm(first, second, 0x7632), low = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
 }
 
 // What a row has summed up, without S. At first, and where it sees no key, n is less than any other by more than powers
@@ -108,7 +127,7 @@ struct Finish {
   f32 h, scale;
   bool some;
   DEVICE explicit Finish(const Sums& sums)
-      : h(div_rn(65536.0f / 255.0f, sums.weight)), scale(power(sums.m)), some(sums.some()) {}
+      : h(div_rn(4194304.0f / 65280.0f, sums.weight)), scale(power(sums.m)), some(sums.some()) {}
   DEVICE f32 operator()(f32 total) const { return some ? mul_rn(mul_rn(total, h), scale) : 0.0f; }
 };
 

@@ -11,10 +11,10 @@ FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
 c = RN(RN64(scale l)), where l = 0x1.71547652b82fep+0 is log2(e) in f64: the product is rounded to f64, then to f32.
 z = RN(q_scale c). In a block of 128 positions aligned to position 0, over the keys that the row sees:
 y = RN(acc k_scale) with acc the sum of products of codes; n = ceil(z max y), of the exact product;
-e = E(FMA(z, y, 512 - n)), about 2^(z y - n), by `skuda.kernels.attention.exp2`; p = RN(e v_scale); 2^m = the least
-power of two not below max p; w = rne(255 p 2^-m), 0 to 255; S = sum of w v; L = sum of rne(65536 e). Where max p is
-below 2^-118, w = 0 and m = -512. So a key whose p is below 1/510 to 1/255 of the block's largest counts in L and not
-in S.
+e = E(FMA(z, y, 512 - n)), about 2^(z y - n), by `skuda.kernels.attention.exp2`; 2^m = the least power of two not
+below max v_scale; g = RN(65280 2^-m v_scale); w = rne(e g), 0 to 65280; S = RN(sum of w v); L = RN(sum of rne(2^22 e)).
+Where max v_scale is below 2^-110, w = 0 and m = -512. So the weights of the values have 16 bits, which kernels
+multiply as two bytes: w = 256 h + l, with h = (w + 128) >> 8 of 0 to 255 and l of -128 to 127.
 
 Partial sums (n, m, S, L) are added so: N = max(n1, n2); d = max(n - N, -512) for each; M = max(m1 + d1, m2 + d2);
 S = FMA(S1, T(m1 + d1 - M), RN(S2 T(m2 + d2 - M))); L = FMA(L1, T(d1), RN(L2 T(d2))); (N, M, S, L). T(d) = 2^d, and 0
@@ -22,7 +22,7 @@ below d = -126. The second of the two is added to the first. A chunk is 4 blocks
 added to their chunk in ascending order, then chunks in ascending order. The first one is copied; a block in which the
 row sees nothing is left out.
 
-output = RN_T(RN(RN(S h) T(m))) with h = RN(RN(65536 / 255) / L). A row that sees no key, or is of no sequence, is 0. A
+output = RN_T(RN(RN(S h) T(m))) with h = RN(RN(2^22 / 65280) / L). A row that sees no key, or is of no sequence, is 0. A
 row is NaN if it sees a key and z is not in [0, inf), if it sees a key whose `k_scale` or `v_scale` is not in
 [0, 2^106), or if |n| is 2^23 or more in any block. So a row's result depends only on the row and on the keys and values
 that it sees.
@@ -89,11 +89,12 @@ UNUSABLE = np.float32(2.0**106)
 """The least scale that is too large: a sum of products times a smaller one is finite."""
 EXPONENTS = 2**23
 """The least |n| that is too large: all whole numbers below it are f32."""
-LEAST_WEIGHT = np.float32(2.0**-118)
-"""The least largest p of a block that has weights; 255 2^-m is finite."""
+LEAST_VALUES = np.float32(2.0**-110)
+"""The least largest v_scale of a block that has weights; 65280 2^-m is finite."""
+LARGEST_WEIGHT = 65280
 NOTHING = -512
 """m of a block without weights, and the least difference of n."""
-WEIGHT = np.float32(65536 / 255)
+WEIGHT = np.float32(2**22 / LARGEST_WEIGHT)
 """Unit of the weights in that of L."""
 FEW_ROWS = 64
 """The most rows for each sequence and head of keys that warps spread the keys of: four tiles, which L2 serves."""
@@ -304,16 +305,23 @@ def _blocks(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Part
     counts &= good[..., None]
     # What a key has that does not count is anything, and left out.
     e = np.where(counts, power_of_two(fma(z[..., None], y, (ONE - n)[..., None])), np.float32(0))
-    p = e * v_scale
-    largest = p.max(axis=3)
+    largest = np.where(counts, v_scale, np.float32(0)).max(axis=3)
     fraction, m = np.frexp(largest)
-    m = np.where(largest < LEAST_WEIGHT, NOTHING, m - (fraction == 0.5))
-    # 255 p 2^-m is exact in f64, so it is rounded once.
-    unit = np.where(m == NOTHING, 0.0, np.ldexp(255.0, -m))
-    w = np.rint(p * unit[..., None]).astype(np.float32)
-    total = _product(w[..., _POSITIONS], v.astype(np.float32).swapaxes(2, 3))
-    weight = np.rint(e * np.float32(65536)).sum(axis=3)  # exact: at most 2^23 in any order
+    m = np.where(largest < LEAST_VALUES, NOTHING, m - (fraction == 0.5))
+    unit = np.where(m == NOTHING, 0.0, np.ldexp(float(LARGEST_WEIGHT), -m)).astype(np.float32)
+    g = np.where(counts, v_scale * unit[..., None], np.float32(0))
+    w = np.rint(e.astype(np.float64) * g)  # of the exact product, so it is rounded once
+    high = np.floor((w + 128) / 256)
+    values = v.astype(np.float32).swapaxes(2, 3)
+    totals = (_product(each[..., _POSITIONS].astype(np.float32), values) for each in (high, w - 256 * high))
+    total = _joined(*totals)
+    weight = np.rint(e.astype(np.float64) * 2**22).sum(axis=3).astype(np.float32)
     return _Partial(n, m, total, np.where(good, weight, np.float32(np.nan)), some)
+
+
+def _joined(high: Array, low: Array) -> Array:
+    """Return S of the products with both bytes of the weights."""
+    return np.asarray((256 * high.astype(np.float64) + low).astype(np.float32))
 
 
 def _product(rows: Array, columns: Array) -> Array:

@@ -33,7 +33,7 @@ _ALL_AT_ONCE = 3
 """Thread blocks for each multiprocessor, one for each chunk of a tile, up to which they have two teams of warps."""
 _MOST_BLOCKS = 2**31 - 1
 _WARPGROUP_THREADS, _WARPGROUP_ROWS = 384, 128
-_WARPGROUP_SHARED = 218_176
+_WARPGROUP_SHARED = 222_864
 """SHARED of ``attention_warpgroup.cu``."""
 _CHUNKS = 8
 """Chunks of 16 bytes that a thread of ``quantized_rows`` holds."""
@@ -126,8 +126,8 @@ def _splits(problem: AttentionDescriptor, rows: int, sm_count: int) -> int:
 
 def _shared(head_size: int, rows: int, teams: int) -> int:
     """Return the bytes of shared memory: codes and weights of a block for each team, and sums of blocks and chunks."""
-    of_teams, sums = teams * (2 * PAGE * head_size + 176 * rows), 4 * rows * (CHUNK * (head_size + 8) + head_size)
-    return of_teams + sums + rows * (12 * (CHUNK + 1) + 24) + 64
+    of_teams, sums = teams * (2 * PAGE * head_size + 304 * rows), 4 * rows * CHUNK * (head_size + 8)
+    return of_teams + sums + rows * (12 * CHUNK + 24) + 64
 
 
 def _tiles(problem: AttentionDescriptor, rows: int) -> int:

@@ -1,8 +1,8 @@
 // Attention over a paged int8 cache where sequences have few new tokens: the keys of a row are spread over warps and
 // blocks. attention.py defines the arithmetic, whose bits do not depend on how they are spread.
 //
-//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  p = e v_scale;  2^m >= max p
-//   w = rne(255 p / 2^m);  S = sum w v;  L = sum rne(65536 e);  output = S 2^m (65536 / 255) / L
+//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  2^m >= max v_scale
+//   w = rne(e 65280 v_scale / 2^m);  S = sum w v;  L = sum rne(2^22 e);  output = S 2^m (2^22 / 65280) / L
 //
 //   parameters          see attention.cuh; codes, k_scale and v_scale begin at multiples of 16 bytes
 //   part_sums           f32 [tokens, heads, chunks, D], S of every chunk; null if gridDim.y is 1
@@ -11,14 +11,14 @@
 //   gridDim             tiles times kv_heads; the most thread blocks that share the chunks of a tile
 //
 // Data: four warps, a team, take a block of 128 keys: codes in global memory -> cp.async, the whole block, and keys of
-// the next one as soon as scores are known -> shared memory -> registers -> mma.sync -> scores in registers -> weights in
-// shared memory -> registers -> mma.sync -> sums in shared memory. There the teams' blocks are added to a chunk -> total
-// of the tile in shared memory, or, if thread blocks share the tile -> global memory, where the last one of them adds
-// all chunks -> output.
+// the next one as soon as scores are known -> shared memory -> registers -> mma.sync -> scores in registers -> both bytes
+// of weights in shared memory -> registers -> mma.sync -> sums in shared memory. There the teams' blocks are added to a
+// chunk -> total of the tile in registers, or, if thread blocks share the tile -> global memory, where the last one of
+// them adds all chunks -> output.
 //
 // A warp has a quarter of a block's keys, then a quarter of the elements of its values. For the former, lane c of a quad
 // owns keys 16 c + 4 (warp % 2) + 64 (warp / 2) to three further, and those 8 behind. They are the columns of the first
-// product whose scores the lane gets, and their weights are two words of the second one, as they lie in v_codes. The
+// product whose scores the lane gets, and their weights are two words of each other one, as they lie in v_codes. The
 // largest of a block, and the weights, go through shared memory. Any order of the elements of a head is right: a lane
 // multiplies 16 neighbouring ones.
 //
@@ -38,17 +38,6 @@ struct Parts {
   uint4* facts;
   u32* counters;
 };
-
-// Index of the thread. The compiler cannot compute what follows from it before a loop, where it would take registers.
-#ifdef SKUDA_HOST
-DEVICE u32 own_thread() { return threadIdx.x; }
-#else
-DEVICE u32 own_thread() {
-  u32 x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return x;
-}
-#endif
 
 // Chunks of a row in global memory.
 DEVICE s64 chunks_of(const Attention& p) { return ((s64)p.most_blocks + CHUNK - 1) / CHUNK; }
@@ -83,19 +72,18 @@ template <int N> DEVICE Part<N> part_at(const Sums& sums, const f32* s) {
 
 // What the warps of a team tell each other about a block of keys.
 template <int ROWS> struct Exchange {
-  f32 scores[ROWS][TEAM], products[ROWS][TEAM];  // the largest, NaN if a key is not usable
+  f32 scores[ROWS][TEAM], values[ROWS][TEAM];  // the largest score, NaN if a key is not usable, and v_scale
   s32 weight[ROWS][TEAM];
-  u32 weights[ROWS][4][8];  // words of a lane of a quad
+  u32 high[ROWS][4][8], low[ROWS][4][8];  // words of a lane of a quad: bytes of weights
 };
 
-// Codes of a block of keys, and of its values, in units of 16 bytes. Sums: of the blocks of a chunk, and of the chunks
-// before it. Rows are D + 8 apart, so that the pairs of sums that a warp stores are in different banks.
+// Codes of a block of keys, and of its values, in units of 16 bytes. Sums: of the blocks of a chunk. Rows are D + 8 apart,
+// so that the pairs of sums that a warp stores are in different banks.
 template <int D, int ROWS, int TEAMS> struct Shared {
   uint4 keys[TEAMS][PAGE * D / 16], values[TEAMS][PAGE * D / 16];
   f32 s[CHUNK][ROWS][D + 8];
-  f32 total[ROWS][D];
   Exchange<ROWS> exchange[TEAMS];
-  Sums sums[CHUNK][ROWS], total_sums[ROWS];
+  Sums sums[CHUNK][ROWS];
   Row rows[ROWS];
   Tile at;
   s32 head, chunks;  // chunks that some row sees
@@ -103,7 +91,7 @@ template <int D, int ROWS, int TEAMS> struct Shared {
 };
 // The launch rule computes the size.
 #define SHARED_BYTES(D, ROWS, TEAMS) \
-  (TEAMS * (256 * D + 176 * ROWS) + 4 * ROWS * (CHUNK * (D + 8) + D) + ROWS * (12 * (CHUNK + 1) + 24) + 64)
+  (TEAMS * (256 * D + 304 * ROWS) + 4 * ROWS * CHUNK * (D + 8) + ROWS * (12 * CHUNK + 24) + 64)
 
 // Products of 8 or 16 rows with 8 columns, of WORDS words of each lane. A product has 16 rows: 8 rows have their even
 // pairs of words in the upper half, the odd ones in the lower half, and take from each product the half that has met
@@ -256,67 +244,63 @@ template <int D, int ROWS, int TEAMS> struct Warp {
       const s32 bad = quad_sum((seen & ~usable_keys) != 0);
       if (counts[r] != 0xff) keep(y, r, counts[r], minus_infinity());
       const f32 most = quad_max(largest(y, r));
+      f32 most_value = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) most_value = fmaxf(most_value, counts[r] >> i & 1 ? of_value[i] : 0.0f);
+      most_value = quad_max(most_value);
       if (c == 0) exchange.scores[8 * r + quad][warp] = bad ? __uint_as_float(0x7fc00000u) : most;
+      if (c == 0) exchange.values[8 * r + quad][warp] = most_value;
     }
     wait_for_team();
 
     Sums own[HALVES];
-    f32 factor[HALVES], shift[HALVES];
-    s32 weight[HALVES];
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
       const Row& row = shared.rows[8 * r + quad];
-      const float4 of = *(const float4*)exchange.scores[8 * r + quad];
+      const float4 of = *(const float4*)exchange.scores[8 * r + quad], values = *(const float4*)exchange.values[8 * r + quad];
       const bool bad = of.x != of.x || of.y != of.y || of.z != of.z || of.w != of.w;
       const f32 z = row.z, n = ceilf(__fmul_ru(z, fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w))));
       const bool some = max(row.first, block * PAGE) <= min(row.last, block * PAGE + PAGE - 1);
       const bool valid = fabsf(n) < 8388608.0f && z >= 0.0f && !bad;
       own[r].n = !some ? UNSEEN : valid ? (s32)n : 0;
-      factor[r] = valid ? z : 0.0f, shift[r] = valid ? 512.0f - n : 512.0f;
+      const f32 factor = valid ? z : 0.0f, shift = valid ? 512.0f - n : 512.0f;
       own[r].weight = valid ? 0.0f : __uint_as_float(0x7fc00000u);
-      u32 sum = 0;
+      f32 unit;
+      weights_unit(fmaxf(fmaxf(values.x, values.y), fmaxf(values.z, values.w)), own[r].m, unit);
+      u32 sum = 0, bits[2 * TILES];
 #pragma unroll
       for (int i = 0; i < 2 * TILES; ++i) {
-        f32& one = y[i / 2][2 * r + i % 2];
-        const f32 e = power_of_two(fma_rn(factor[r], one, shift[r]));
-        sum += __float_as_uint(fma_rn(e, 65536.0f, 8388608.0f));  // 0 beside 2^23 if the key does not count
-        one = mul_rn(e, of_value[i]);
+        const f32 e = power_of_two(fma_rn(factor, y[i / 2][2 * r + i % 2], shift));
+        sum += __float_as_uint(fma_rn(e, 4194304.0f, 8388608.0f));  // 0 beside 2^23 if the key does not count
+        bits[i] = weight_bits(e, fminf(mul_rn(fabsf(of_value[i]), unit), 65280.0f));  // where it is anything, e is 0
       }
-      if (counts[r] != 0xff) keep(y, r, counts[r], 0.0f);
-      weight[r] = quad_sum((s32)(sum - 8u * 0x4b000000u));
-      const f32 most = quad_max(fmaxf(largest(y, r), 0.0f));
-      if (c == 0) exchange.products[8 * r + quad][warp] = most, exchange.weight[8 * r + quad][warp] = weight[r];
+      const s32 weight = quad_sum((s32)(sum - 8u * 0x4b000000u));
+      if (c == 0) exchange.weight[8 * r + quad][warp] = weight;
+      u32 high[2], low[2];  // a word has 4 keys, in the order of the columns of v_codes
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 four[4] = {bits[2 * i], bits[2 * i + 1], bits[2 * i + 4], bits[2 * i + 5]};
+        weight_bytes(four, high[i], low[i]);
+      }
+      *(uint2*)(exchange.high[8 * r + quad][c] + 2 * warp) = make_uint2(high[0], high[1]);
+      *(uint2*)(exchange.low[8 * r + quad][c] + 2 * warp) = make_uint2(low[0], low[1]);
     }
     if (next >= 0) request_scales(p, warp, c, next);
     wait_for_team();
 
+    Operand<u8, ROWS, 8> high;
+    Operand<s8, ROWS, 8> low;
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
-      const float4 of = *(const float4*)exchange.products[8 * r + quad];
-      const int4 parts = *(const int4*)exchange.weight[8 * r + quad];
-      f32 unit;
-      weights_unit(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), own[r].m, unit);
-      own[r].weight = own[r].weight + (f32)(parts.x + parts.y + parts.z + parts.w);
-      if (c == 0 && warp == 0) shared.sums[at][8 * r + quad] = own[r];
-      u32 w[2];  // a word has 4 keys, in the order of the columns of v_codes
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        u32 code[4];
-#pragma unroll
-        for (int b = 0; b < 4; ++b) code[b] = __float_as_uint(fma_rn(y[i + b / 2 * 2][2 * r + b % 2], unit, 8388608.0f));
-        w[i] = four_bytes(code[0], code[1], code[2], code[3]);
-      }
-      *(uint2*)(exchange.weights[8 * r + quad][c] + 2 * warp) = make_uint2(w[0], w[1]);
-    }
-    wait_for_team();
-
-    Operand<u8, ROWS, 8> weights;
-#pragma unroll
-    for (int r = 0; r < HALVES; ++r) {
-      const uint4* const from = (const uint4*)exchange.weights[8 * r + quad][c];
+      const uint4 *const from = (const uint4*)exchange.high[8 * r + quad][c], *const more = (const uint4*)exchange.low[8 * r + quad][c];
       u32 w[8];
       put(from[0], w, 0), put(from[1], w, 4);
-      weights.set(r, w);
+      high.set(r, w);
+      put(more[0], w, 0), put(more[1], w, 4);
+      low.set(r, w);
+      const int4 parts = *(const int4*)exchange.weight[8 * r + quad];
+      own[r].weight = own[r].weight + (f32)(parts.x + parts.y + parts.z + parts.w);
+      if (c == 0 && warp == 0) shared.sums[at][8 * r + quad] = own[r];
     }
     arrived();
 #pragma unroll
@@ -325,8 +309,11 @@ template <int D, int ROWS, int TEAMS> struct Warp {
       u32 w[8];
 #pragma unroll
       for (int i = 0; i < 2; ++i) put(shared.values[team][place(first + quad, 4 * i + c, 8)], w, 4 * i);
-      s32 sums[2 * HALVES];
-      weights.times(w, sums);
+      s32 sums[2 * HALVES], more[2 * HALVES];
+      high.times(w, sums);
+      low.times(w, more);
+#pragma unroll
+      for (int i = 0; i < 2 * HALVES; ++i) sums[i] = 256 * sums[i] + more[i];
 #pragma unroll
       for (int r = 0; r < HALVES; ++r) {
         *(float2*)&shared.s[at][8 * r + quad][first + 2 * c] = make_float2((f32)sums[2 * r], (f32)sums[2 * r + 1]);
@@ -378,9 +365,13 @@ template <int D, int ROWS, int TEAMS> DEVICE void attend(const Attention& p, con
     if (threadIdx.x == 0) shared.at = at, shared.head = head, shared.chunks = chunks;
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
-      if (warp == 0 && lane % 4 == 0) shared.rows[8 * r + lane / 4] = rows[r], shared.total_sums[8 * r + lane / 4] = Sums::none();
+      if (warp == 0 && lane % 4 == 0) shared.rows[8 * r + lane / 4] = rows[r];
     }
   }
+  enum { OWN = (ROWS + WARPS - 1) / WARPS };
+  Part<N> totals[OWN];  // of rows warp, warp + WARPS, ...
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) totals[i] = nothing<N>();
   __syncthreads();
 #pragma unroll 1
   for (s32 chunk = split; chunk < shared.chunks; chunk += sharers()) {
@@ -400,7 +391,8 @@ template <int D, int ROWS, int TEAMS> DEVICE void attend(const Attention& p, con
     }
     __syncthreads();
 #pragma unroll 1
-    for (s32 r = warp; r < ROWS; r += WARPS) {  // and the lane's elements of it
+    for (int i = 0; i < OWN; ++i) {  // and the lane's elements of it
+      const s32 r = warp + i * WARPS;
       if (!shared.rows[r].valid) continue;
       Part<N> sum = nothing<N>();
 #pragma unroll 1
@@ -410,14 +402,12 @@ template <int D, int ROWS, int TEAMS> DEVICE void attend(const Attention& p, con
         const u32 weight = __float_as_uint(sum.sums.weight);
         if (lane == 0) parts.facts[place] = make_uint4((u32)sum.sums.n, (u32)sum.sums.m, weight, 0);
 #pragma unroll
-        for (int i = 0; i < N; ++i) parts.sums[place * D + lane + 32 * i] = sum.s[i];
+        for (int j = 0; j < N; ++j) parts.sums[place * D + lane + 32 * j] = sum.s[j];
       } else {
-        Part<N> total = part_at<N>(shared.total_sums[r], shared.total[r]);
-        total.include(sum);
-        __syncwarp();
-        if (lane == 0) shared.total_sums[r] = total.sums;
 #pragma unroll
-        for (int i = 0; i < N; ++i) shared.total[r][lane + 32 * i] = total.s[i];
+        for (int j = 0; j < OWN; ++j) {
+          if (i == j) totals[j].include(sum);
+        }
       }
     }
     __syncthreads();
@@ -433,10 +423,15 @@ template <int D, int ROWS, int TEAMS> DEVICE void attend(const Attention& p, con
     __threadfence();
   }
 #pragma unroll 1
-  for (s32 r = warp; r < ROWS; r += WARPS) {
+  for (int i = 0; i < OWN; ++i) {
+    const s32 r = warp + i * WARPS;
     if (!shared.rows[r].valid) continue;
     const s64 row = shared.rows[r].at;
-    Part<N> total = sharers() > 1 ? nothing<N>() : part_at<N>(shared.total_sums[r], shared.total[r]);
+    Part<N> total = totals[0];
+#pragma unroll
+    for (int j = 1; j < OWN; ++j) {
+      if (i == j) total = totals[j];
+    }
     // The sums of chunks come through the warp's part of the codes; lane k has the facts of the k-th of them. Loops are
     // not unrolled: the code of a block that comes last would be fetched from memory.
     u8* const held = (u8*)shared.keys + warp * (64 * D);

@@ -1,21 +1,22 @@
 // Attention over a paged int8 cache on Hopper's wgmma, for many new tokens; heads of 128 elements. attention.py defines
 // the arithmetic; the bits are those of attention.cu.
 //
-//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  p = e v_scale;  2^m >= max p
-//   w = rne(255 p / 2^m);  S = sum w v;  L = sum rne(65536 e);  output = S 2^m (65536 / 255) / L
+//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  2^m >= max v_scale
+//   w = rne(e 65280 v_scale / 2^m);  S = sum w v;  L = sum rne(2^22 e);  output = S 2^m (2^22 / 65280) / L
 //
 //   k_map, v_map    tensor maps of k_codes as [pages kv_heads 128, 128] and of v_codes as [pages kv_heads 128, 128]
 //   tiles           how many there are
 //   parameters      see attention.cuh
 //
 // Data: rows of q: global memory -> shared memory. Blocks of 128 keys: global memory -> TMA -> a ring of stages in shared
-// memory -> wgmma -> scores in registers -> weights, packed, in registers, which are as they are the operand of the
-// second product -> wgmma -> sums in registers -> sums of the chunk, in registers -> sums of all chunks, in shared
-// memory, each in a place of its own thread.
+// memory -> wgmma -> scores in registers -> both bytes of weights -> shared memory -> wgmma, of the high bytes, then of the
+// low ones -> sums in registers -> sums of the chunk, in registers -> sums of all chunks, in shared memory, each in a place
+// of its own thread. (An operand of wgmma in registers would take 55 cycles more.)
 //
 // A block of threads has a producer warpgroup and two consumer warpgroups, and computes one tile of 128 rows: each
-// consumer has 64. Products run, by halves, while the sums of the block before are added. The first warp of the producer
-// requests codes, the second one copies scales.
+// consumer has 64. Scores of the next block are computed while values are multiplied. The first warp of the producer
+// requests codes, the second one copies scales, and makes those of the weights, which all rows that see the whole block
+// share.
 //
 // Variants: none. Only blocks with keys that some row of a warp does not see are masked.
 #include "attention.cuh"
@@ -26,44 +27,58 @@ enum {
   D = 128,
   WARPGROUPS = 2,                // of consumers; the sums of a third one would not fit into registers
   ROWS = 64 * WARPGROUPS,
-  HALF = 64,                     // keys, and elements of a head, of one product
-  STAGES = 4,
+  STAGES = 3,
   CODES = PAGE * D,              // bytes of the codes of a block's keys, and of its values
-  BLOCK_SCALES = 2 * PAGE,       // scales of a block
+  BLOCK_SCALES = 3 * PAGE + 8,   // scales of a block: of keys, of values, of weights; and m
   WARP_SUMS = 16 * D,            // sums of a warp
-  QUERIES = 64 * D,              // bytes of the codes of a warpgroup's rows
-  SHARED = 1024 + STAGES * (2 * CODES + BLOCK_SCALES * 4 + 16) + WARPGROUPS * (QUERIES + 4 * WARP_SUMS * 4)
+  QUERIES = 64 * D,              // bytes of the codes of a warpgroup's rows, and of its weights: high and low bytes
+  SHARED = 1024 + STAGES * (2 * CODES + BLOCK_SCALES * 4 + 16) + 32 * ROWS + WARPGROUPS * (3 * QUERIES + 4 * WARP_SUMS * 4)
+};
+
+// What is rarely asked of a row.
+struct Facts {
+  s64 at;      // among the rows of q; -1 if there is none
+  s32 first, last;
+  Sums total;  // of the chunks before
 };
 
 struct Shared {
   u8* codes;     // [STAGES][2][CODES]
   f32* scales;   // [STAGES][BLOCK_SCALES]; NaN for a key with an unusable scale
-  u8* queries;   // [WARPGROUPS][QUERIES]
+  u8* queries;   // [WARPGROUPS][3][QUERIES]
+  Facts* rows;   // [ROWS]
   float4* whole; // [4 WARPGROUPS][16][32], a place for each thread
   u32 full, empty;
 };
 
 // Of the rows of a thread: what they see, and what they have summed up.
 struct Rows {
-  Row row[2];
+  Facts* facts;  // [16]
+  f32 z[2];
   s32 first, last;  // the keys that all rows of the warp see
-  Sums part[2], total[2];
+  DEVICE bool see(s32 key) const { return key >= first && key + PAGE - 1 <= last; }  // all keys of the block
+  Sums part[2];
 };
 
-// d = a b^T, for all 128 bytes of K: of queries, or weights, and codes in shared memory.
-DEVICE void multiply(s32 (&d)[32], u32 queries, u32 codes) {
-  const u64 a = matrix_descriptor(queries), b = matrix_descriptor(codes);
+// d = a b^T, for all 128 bytes of K, or d + a b^T: of queries, or weights, and codes.
+template <class A, int N> DEVICE void multiply(s32 (&d)[N], u32 rows, u32 codes, bool more = false) {
+  const u64 a = matrix_descriptor(rows), b = matrix_descriptor(codes);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) Wgmma<HALF, s8, s8>::mma_async(d, a + 2 * k, b + 2 * k, k > 0);
+  for (int k = 0; k < 4; ++k) Wgmma<2 * N, A, s8>::mma_async(d, a + 2 * k, b + 2 * k, more || k > 0);
   wgmma_commit_group();
 }
-DEVICE void multiply(s32 (&d)[32], const u32 (&w)[4][4], u32 codes) {
-  const u64 b = matrix_descriptor(codes);
-  wgmma_fence();
+
+// The products with the low bytes are then added. The compiler must not move a shift beyond a fence of wgmma.
+DEVICE void shift(s32 (&d)[64]) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) WgmmaRegisters<HALF, u8, s8>::mma_async(d, w[k], b + 2 * k, k > 0);
-  wgmma_commit_group();
+  for (int i = 0; i < 64; ++i) {
+#ifdef SKUDA_HOST
+    d[i] *= 256;
+#else
+    asm volatile("shl.b32 %0, %0, 8;" : "+r"(d[i]));
+#endif
+  }
 }
 
 // What is known of a block before its weights: y, minus infinity where a row does not see a key, and the largest one of
@@ -80,37 +95,96 @@ struct Scores {
   }
 };
 
-// Products of half of the block's keys become y.
+// Products of half of a block's keys become y.
 DEVICE void score(const s32 (&acc)[32], int half, const f32* scales, Scores& to) {
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    const float2 k = *(const float2*)(scales + half * HALF + 8 * t);
+  for (int t = 8 * half; t < 8 * half + 8; ++t) {
+    const float2 k = *(const float2*)(scales + 8 * t);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to.y[half * 32 + 4 * t + i] = mul_rn((f32)acc[4 * t + i], i % 2 ? k.y : k.x);
-    to.count(half * 32 + 4 * t);
+    for (int i = 0; i < 4; ++i) {
+      to.y[4 * t + i] = mul_rn((f32)acc[4 * (t - 8 * half) + i], i % 2 ? k.y : k.x);
+#ifndef SKUDA_HOST
+      if (half == 0) asm volatile("" : "+f"(to.y[4 * t + i]));  // now, while values are multiplied
+#endif
+    }
+    to.count(4 * t);
   }
 }
 
-// The same of a block, of which the products with the last keys run until they are waited for.
-DEVICE void score(const s32 (&low)[32], const s32 (&high)[32], const f32* scales, const Rows& rows, s32 block, Scores& to) {
-  to.start();
-  wgmma_wait_group<1>();
-  score(low, 0, scales, to);
-  wgmma_wait_group<0>();
-  score(high, 1, scales, to);
-  const s32 key = block * PAGE;
-  if (__builtin_expect(key >= rows.first && key + PAGE - 1 <= rows.last, true)) return;
-  to.start();
+// Leaves out what a row does not see of a block.
+DEVICE void mask(const Rows& rows, s32 first, Scores& scores) {
+  if (__builtin_expect(rows.see(first), true)) return;
+  scores.start();
+  const s32 key = first + 2 * (threadIdx.x % 4);
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    const s32 at = key + 8 * (i / 4) + 2 * (threadIdx.x % 4) + i % 2;
-    if (at < rows.row[i / 2 % 2].first || at > rows.row[i / 2 % 2].last) to.y[i] = minus_infinity();
-    if (i % 4 == 3) to.count(i - 3);
+  for (int r = 0; r < 2; ++r) {
+    const s32 from = rows.facts[8 * r].first - key, to = rows.facts[8 * r].last - key;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int own = i / 2 * 4 + 2 * r + i % 2, at = 8 * (i / 2) + i % 2;
+      if (at < from || at > to) scores.y[own] = minus_infinity();
+    }
   }
+#pragma unroll
+  for (int t = 0; t < 16; ++t) scores.count(4 * t);
 }
 
-// Scores of a block become packed weights; the block's sums go to `own`.
-DEVICE void weights_of(Scores& scores, const f32* scales, const Rows& rows, s32 block, Sums (&own)[2], u32 (&w)[4][4]) {
+// Where a thread stores words of weights: of rows quad and quad + 8 of its warp, whose units of 16 bytes are swizzled as
+// wgmma reads them. The high bytes, and QUERIES further the low ones.
+struct WeightsPlace {
+  u8* at;
+  u32 row;
+  DEVICE void put(int row_half, int unit, u32 high, u32 low) const {
+    u32* const to = (u32*)(at + row_half * 8 * D + (unit ^ row) * 16);
+    to[0] = high, to[QUERIES / 4] = low;
+  }
+};
+
+// Scores of a block become weights. WHOLE: all rows of the warp see all its keys.
+template <bool WHOLE> DEVICE void weights_of(const f32 (&y)[64], const f32* scales, const f32 (&z)[2], const f32 (&base)[2], Sums (&own)[2], const WeightsPlace& to) {
+  f32 unit[2];
+  if (WHOLE) {
+    own[0].m = own[1].m = __float_as_int(scales[3 * PAGE]);
+  } else {
+    s32 most[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const s32 v = __float_as_int(scales[PAGE + 8 * (i / 4) + i % 2]);
+      most[i / 2 % 2] = max(most[i / 2 % 2], y[i] != minus_infinity() ? v : 0);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) weights_unit(quad_max(__int_as_float(most[r])), own[r].m, unit[r]);
+  }
+  u32 weight[2] = {0, 0};
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    u32 bits[2][4];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int t = 2 * pair + b;
+      const float2 v = *(const float2*)(scales + (WHOLE ? 2 * PAGE : PAGE) + 8 * t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const f32 e = power_of_two(fma_rn(z[i / 2], y[4 * t + i], base[i / 2]));
+        weight[i / 2] += __float_as_uint(fma_rn(e, 4194304.0f, 8388608.0f));
+        // A key that is not seen may have any v_scale, but its e is 0.
+        const f32 of = i % 2 ? v.y : v.x, g = WHOLE ? of : fminf(mul_rn(of, unit[i / 2]), 65280.0f);
+        bits[i / 2][2 * b + i % 2] = weight_bits(e, g);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      u32 high, low;
+      weight_bytes(bits[r], high, low);
+      to.put(r, pair, high, low);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) own[r].weight = (f32)quad_sum((s32)(weight[r] - 32u * 0x4b000000u));
+}
+
+// The same; the block's sums go to `own`.
+DEVICE void weights_of(Scores& scores, const f32* scales, const Rows& rows, s32 key, Sums (&own)[2], const WeightsPlace& to) {
   f32(&y)[64] = scores.y;
   s32(&top)[2] = scores.top;
   if (__builtin_expect(__any_sync(~0u, top[0] < 0 || top[1] < 0), false)) {  // all negative, whose order is the other one
@@ -123,9 +197,7 @@ DEVICE void weights_of(Scores& scores, const f32* scales, const Rows& rows, s32 
     }
   }
   f32 z[2], base[2];
-  s32 most[2] = {0, 0};
-  u32 weight[2] = {0, 0};
-  bool bad[2], some[2];
+  bool wrong[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     f32 n = __int_as_float(top[i]);
@@ -134,57 +206,41 @@ DEVICE void weights_of(Scores& scores, const f32* scales, const Rows& rows, s32 
       const f32 other = __shfl_xor_sync(~0u, n, lanes);
       n = n > other || n != n ? n : other;  // keeps NaN
     }
-    n = ceilf(__fmul_ru(rows.row[i].z, n));
-    some[i] = max(rows.row[i].first, block * PAGE) <= min(rows.row[i].last, block * PAGE + PAGE - 1);
-    bad[i] = !(fabsf(n) < 8388608.0f && rows.row[i].z >= 0.0f);
-    own[i].n = !some[i] ? UNSEEN : bad[i] ? 0 : (s32)n, z[i] = bad[i] ? 0.0f : rows.row[i].z;
-    base[i] = bad[i] ? 512.0f : 512.0f - n;
+    n = ceilf(__fmul_ru(rows.z[i], n));
+    const Facts& row = rows.facts[8 * i];
+    const bool some = max(row.first, key) <= min(row.last, key + PAGE - 1);
+    const bool bad = !(fabsf(n) < 8388608.0f && rows.z[i] >= 0.0f);
+    own[i].n = !some ? UNSEEN : bad ? 0 : (s32)n, z[i] = bad ? 0.0f : rows.z[i];
+    base[i] = bad ? 512.0f : 512.0f - n;
+    wrong[i] = bad && some;
   }
-#pragma unroll
-  for (int t = 0; t < 16; ++t) {
-    const float2 v = *(const float2*)(scales + PAGE + 8 * t);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      f32& one = y[4 * t + i];
-      const f32 e = power_of_two(fma_rn(z[i / 2], one, base[i / 2]));
-      weight[i / 2] += __float_as_uint(fma_rn(e, 65536.0f, 8388608.0f));
-      one = mul_rn(e, i % 2 ? v.y : v.x);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const s32* const pair = (const s32*)&y[4 * t + 2 * r];
-      most[r] = max(most[r], max(pair[0], pair[1]));
-    }
+  if (__builtin_expect(rows.see(key), true)) {
+    weights_of<true>(y, scales, z, base, own, to);
+  } else {
+    weights_of<false>(y, scales, z, base, own, to);
   }
-  f32 unit[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    weights_unit(quad_max(__int_as_float(most[i])), own[i].m, unit[i]);
-    own[i].weight = (f32)quad_sum((s32)(weight[i] - 32u * 0x4b000000u));
-    if (bad[i] && some[i]) own[i].weight = __uint_as_float(0x7fc00000u);
-  }
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int t = i / 4 * 4 + i % 4 / 2 * 2, r = i % 2;
-    u32 code[4];
-#pragma unroll
-    for (int b = 0; b < 4; ++b) code[b] = __float_as_uint(fma_rn(y[4 * (t + b / 2) + 2 * r + b % 2], unit[r], 8388608.0f));
-    w[i / 4][i % 4] = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
+    if (wrong[i]) own[i].weight = __uint_as_float(0x7fc00000u);
   }
 }
 
 // Adds the products of a block to the sums of half of the elements.
-DEVICE void add_products(f32* sum, const s32 (&acc)[32], const f32 (&f)[2][2]) {
+DEVICE void add_products(f32 (&sum)[64], const s32 (&acc)[64], int half, const f32 (&f)[2][2]) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) sum[i] = fma_rn(sum[i], f[i / 2 % 2][0], mul_rn((f32)acc[i], f[i / 2 % 2][1]));
+  for (int i = 32 * half; i < 32 * half + 32; ++i) sum[i] = fma_rn(sum[i], f[i / 2 % 2][0], mul_rn((f32)acc[i], f[i / 2 % 2][1]));
 }
 
-// Adds the sums of a chunk and those of the chunks before, unless it is the first one.
-DEVICE void add_chunk(Rows& rows, f32 (&sum)[64], const float4* whole, bool first) {
+// Adds the sums of a chunk to those of the chunks before.
+DEVICE void add_chunk(Rows& rows, f32 (&sum)[64], const float4* whole) {
   f32 f[2][2];
-  add(rows.total[0], rows.part[0], f[0]), add(rows.total[1], rows.part[1], f[1]);
-  rows.part[0] = rows.part[1] = Sums::none();
-  if (first) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {  // all lanes of a quad do the same
+    Sums all = rows.facts[8 * r].total;
+    add(all, rows.part[r], f[r]);
+    __syncwarp();
+    rows.facts[8 * r].total = all, rows.part[r] = Sums::none();
+  }
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const float4 before = whole[32 * i];
@@ -203,12 +259,12 @@ template <class T> DEVICE void put_pair(u8* to, f32 low, f32 high, T) {
 }
 
 // Stores the results of a warp: through shared memory, so that every row is stored in units of 16 bytes.
-DEVICE void store(const Attention& p, const Rows& rows, const f32 (&sum)[64], u8* staging) {
+DEVICE void store(const Attention& p, const Facts* facts, const f32 (&sum)[64], u8* staging) {
   enum { PITCH = D * sizeof(Data), UNITS = PITCH / 16 };
   const s32 lane = threadIdx.x % 32, quad = lane / 4, c = lane % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const Finish finished(rows.total[r]);
+    const Finish finished(facts[quad + 8 * r].total);
 #pragma unroll
     for (int t = 0; t < 16; ++t) {
       const s32 byte = (8 * t + 2 * c) * (s32)sizeof(Data), unit = byte / 16 ^ quad;
@@ -219,11 +275,9 @@ DEVICE void store(const Attention& p, const Rows& rows, const f32 (&sum)[64], u8
 #pragma unroll
   for (int i = 0; i < UNITS / 2; ++i) {
     const s32 row = i * (32 / UNITS) + lane / UNITS, unit = lane % UNITS;
-    const Row& given = rows.row[i * (32 / UNITS) / 8];
-    const s64 at = __shfl_sync(~0u, given.at, row % 8 * 4);
-    const bool valid = __shfl_sync(~0u, (s32)given.valid, row % 8 * 4);
+    const s64 at = facts[row].at;
     const uint4 values = *(const uint4*)(staging + row * PITCH + (unit ^ row % 8) * 16);
-    if (valid) ((uint4*)(p.output + at * D))[unit] = values;
+    if (at >= 0) ((uint4*)(p.output + at * D))[unit] = values;
   }
 }
 
@@ -231,15 +285,18 @@ DEVICE void consume(const Attention& p, const Tile& tile, s32 head, const Shared
   const s32 warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, c = lane % 4;
   float4* const whole = shared.whole + warp * (WARP_SUMS / 4) + lane;
   Rows rows;
+  rows.facts = shared.rows + warp * 16 + lane / 4;
+  s32 first = 0, last = 0x7fffffff;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    rows.row[i] = tile.row(p, head, warp * 16 + lane / 4 + 8 * i);
-    rows.part[i] = rows.total[i] = Sums::none();
+    const Row row = tile.row(p, head, warp * 16 + lane / 4 + 8 * i);
+    rows.facts[8 * i] = Facts{row.valid ? row.at : -1, row.first, row.last, Sums::none()};
+    rows.z[i] = row.z, rows.part[i] = Sums::none();
+    first = max(first, row.first), last = min(last, row.last);
   }
-  rows.first = __reduce_max_sync(~0u, max(rows.row[0].first, rows.row[1].first));
-  rows.last = __reduce_min_sync(~0u, min(rows.row[0].last, rows.row[1].last));
+  rows.first = __reduce_max_sync(~0u, first), rows.last = __reduce_min_sync(~0u, last);
   const s32 thread = threadIdx.x % 128, warpgroup = threadIdx.x / 128 - 1;
-  u8* const queries = shared.queries + warpgroup * QUERIES;
+  u8* const queries = shared.queries + warpgroup * 3 * QUERIES;
 #pragma unroll
   for (int i = 0; i < QUERIES / 16 / 128; ++i) {
     const s32 row = thread / 8 + 16 * i, unit = thread % 8;
@@ -247,68 +304,80 @@ DEVICE void consume(const Attention& p, const Tile& tile, s32 head, const Shared
   }
   fence_proxy_async();
   bar_sync<128>(warpgroup + 1);
-  const u32 q = shared_address(queries);
+  const u32 q = shared_address(queries), w = q + QUERIES;
   f32 sum[64];  // of the chunk
 #pragma unroll
   for (int i = 0; i < 64; ++i) sum[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) whole[32 * i] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // which changes nothing it is added to
   if (tile.from < tile.blocks) {
     u32 stage = 0, parity = 0, codes = shared_address(shared.codes);
     const f32* scales = shared.scales + 2 * c;
     Scores scores;
     mbarrier_wait(shared.full, 0);
-    {
-      s32 low[32], high[32];
-      multiply(low, q, codes);
-      multiply(high, q, codes + CODES / 2);
-      score(low, high, scales, rows, tile.from, scores);
-    }
-    for (s32 block = tile.from;; ++block) {
+    s32 low[32], high[32];  // products with the first and the last keys of a block
+    multiply<s8>(low, q, codes);
+    multiply<s8>(high, q, codes + CODES / 2);
+    wgmma_wait_group<0>();
+    scores.start();
+    score(low, 0, scales, scores), score(high, 1, scales, scores);
+    s32 key = tile.from * PAGE;  // the first of a block
+    mask(rows, key, scores);
+    for (const s32 end = tile.blocks * PAGE;;) {
+      const bool last = key + PAGE == end;
+      const u32 values = codes + CODES, released = shared.empty + 8 * stage;
       Sums own[2];
-      u32 w[4][4];
-      weights_of(scores, scales, rows, block, own, w);
-      s32 low[32], high[32], low_values[32], high_values[32];
-      multiply(low_values, w, codes + CODES);
-      multiply(high_values, w, codes + CODES + CODES / 2);
-
+      const u32 thread = own_thread() % 128, row = thread / 4 % 8;
+      const WeightsPlace place{queries + QUERIES + (thread / 32 * 16 + row) * D + thread % 4 * 4, row};
+      weights_of(scores, scales, rows, key, own, place);
+      key += PAGE;
+      fence_proxy_async();
+      __syncwarp();  // wgmma reads the 16 rows of a warp for that warp
+      s32 products[64];
+      multiply<u8>(products, w, values);
       f32 f[2][2];
       add(rows.part[0], own[0], f[0]), add(rows.part[1], own[1], f[1]);
-      const u32 released = shared.empty + 8 * stage;
-      if (++stage == STAGES) stage = 0, parity ^= 1;
-      codes = shared_address(shared.codes) + stage * 2 * CODES, scales = shared.scales + stage * BLOCK_SCALES + 2 * c;
-      wgmma_wait_group<1>();
-      add_products(sum, low_values, f);
-      if (block + 1 == tile.blocks) {
-        wgmma_wait_group<0>();
-        add_products(sum + 32, high_values, f);
-        add_chunk(rows, sum, whole, block / CHUNK == tile.from / CHUNK);
-        break;
+      if (!last) {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+        codes = shared_address(shared.codes) + stage * 2 * CODES, scales = shared.scales + stage * BLOCK_SCALES + 2 * c;
+        mbarrier_wait(shared.full + 8 * stage, parity);
       }
-      mbarrier_wait(shared.full + 8 * stage, parity);
+      multiply<s8>(low, q, codes);  // behind the last block the same again, whose scores are not used
+      wgmma_wait_group<1>();
+      shift(products);
+      multiply<s8>(products, w + QUERIES, values, true);
+      wgmma_wait_group<1>();
+      scores.start();
+      score(low, 0, scales, scores);
       wgmma_wait_group<0>();
       __syncwarp();  // all lanes have read their scales
       if (lane == 0) mbarrier_arrive(released);
-      multiply(low, q, codes);
-      multiply(high, q, codes + CODES / 2);
-      add_products(sum + 32, high_values, f);
-      if ((block + 1) % CHUNK == 0) {
-        add_chunk(rows, sum, whole, block / CHUNK == tile.from / CHUNK);
+      add_products(sum, products, 0, f);
+      multiply<s8>(high, q, codes + CODES / 2);
+      add_products(sum, products, 1, f);
+      if (last || key % (CHUNK * PAGE) == 0) add_chunk(rows, sum, whole);
+      if (!last && key % (CHUNK * PAGE) == 0) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           whole[32 * i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
           sum[4 * i] = sum[4 * i + 1] = sum[4 * i + 2] = sum[4 * i + 3] = 0.0f;
         }
       }
-      score(low, high, scales, rows, block + 1, scores);
+      wgmma_wait_group<0>();
+      if (last) break;
+      score(high, 1, scales, scores);
+      mask(rows, key, scores);
     }
   }
   __syncwarp();
-  store(p, rows, sum, (u8*)(shared.whole + warp * (WARP_SUMS / 4)));
+  store(p, shared.rows + warp * 16, sum, (u8*)(shared.whole + warp * (WARP_SUMS / 4)));
 }
 
 // Copies the scales of the blocks; one warp.
 DEVICE void produce_scales(const Attention& p, const Tile& tile, s32 head, const Shared& shared) {
   const s32 lane = threadIdx.x % 32;
   u32 stage = 0, parity = 1;
+#pragma unroll 1
   for (s32 block = tile.from; block < tile.blocks; ++block) {
     const s64 at = tile.page(p, head, block) * PAGE + 4 * lane;
     float4 k = *(const float4*)(p.k_scale + at), v = *(const float4*)(p.v_scale + at);
@@ -319,6 +388,11 @@ DEVICE void produce_scales(const Attention& p, const Tile& tile, s32 head, const
     mbarrier_wait(shared.empty + 8 * stage, parity);
     f32* const to = shared.scales + stage * BLOCK_SCALES + 4 * lane;
     *(float4*)to = k, *(float4*)(to + PAGE) = v;
+    s32 m = max(max(__float_as_int(v.x), __float_as_int(v.y)), max(__float_as_int(v.z), __float_as_int(v.w)));
+    f32 unit;
+    weights_unit(__int_as_float(__reduce_max_sync(~0u, m)), m, unit);
+    *(float4*)(to + 2 * PAGE) = make_float4(mul_rn(v.x, unit), mul_rn(v.y, unit), mul_rn(v.z, unit), mul_rn(v.w, unit));
+    if (lane < 8) to[3 * PAGE - 3 * lane] = __int_as_float(m);
     mbarrier_arrive(shared.full + 8 * stage);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
@@ -328,6 +402,7 @@ DEVICE void produce_scales(const Attention& p, const Tile& tile, s32 head, const
 DEVICE void produce_codes(const Attention& p, const Tile& tile, s32 head, const Shared& shared, const TensorMap& k_map,
                           const TensorMap& v_map) {
   u32 stage = 0, parity = 1;
+#pragma unroll 1
   for (s32 block = tile.from; block < tile.blocks; ++block) {
     const s32 row = (s32)tile.page(p, head, block) * PAGE;
     const u32 barrier = shared.full + 8 * stage, codes = shared_address(shared.codes) + stage * 2 * CODES;
@@ -347,8 +422,9 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * WARPGROUPS, 1)
   shared.codes = unaligned + (-shared_address(unaligned) & 1023);
   shared.whole = (float4*)(shared.codes + STAGES * 2 * CODES);
   shared.queries = (u8*)(shared.whole + 4 * WARPGROUPS * (WARP_SUMS / 4));
-  shared.scales = (f32*)(shared.queries + WARPGROUPS * QUERIES);
-  shared.full = shared_address(shared.scales + STAGES * BLOCK_SCALES), shared.empty = shared.full + 8 * STAGES;
+  shared.scales = (f32*)(shared.queries + WARPGROUPS * 3 * QUERIES);
+  shared.rows = (Facts*)(shared.scales + STAGES * BLOCK_SCALES);
+  shared.full = shared_address(shared.rows + ROWS), shared.empty = shared.full + 8 * STAGES;
   const Attention p = ATTENTION_GIVEN;
   const s32 head = (s32)(blockIdx.x % (u32)kv_heads);
   if (threadIdx.x == 0) {
@@ -366,6 +442,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * WARPGROUPS, 1)
   const Tile tile(p, tiles - 1 - (s64)(blockIdx.x / (u32)kv_heads), ROWS);
   if (!tile.valid()) return;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // tells the compiler that a warp has one value
+  static_assert(24 + WARPGROUPS * 240 <= (1 + WARPGROUPS) * 168, "with more than the block began with, warps wait forever");
   if (warpgroup == 0) {
     setmaxnreg_dec<24>();
     if (threadIdx.x / 32 == 1) produce_scales(p, tile, head, shared);

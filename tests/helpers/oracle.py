@@ -839,7 +839,7 @@ def _attended(problem: Any, inputs: dict[str, Any], token: int, head: int) -> li
     for number in sorted(chunks):
         total = chunks[number] if total is None else _attention_sum(total, chunks[number])
     assert total is not None
-    h = divide(convert(65536 / 255, "f32"), total[3], "f32")
+    h = divide(convert(2**22 / 65280, "f32"), total[3], "f32")
     return [convert(multiply(multiply(s, h, "f32"), _power(total[1]), "f32"), out) for s in total[2]]
 
 
@@ -855,15 +855,17 @@ def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coo
     if abs(n) >= 2**23:
         return 0.0, 0, [0.0] * size, NAN
     e = [_exponential(_fma(z, each, 512 - n)) for each in y]
-    p = [_times(each, s, "f32") for each, (_, s) in zip(e, scales, strict=True)]
-    mantissa, m = math.frexp(max(p))
-    m = -512 if max(p) < 2.0**-118 else m - (mantissa == 0.5)
-    w = [0 if m == -512 else nearest_even(255 * Fraction(each) / Fraction(2) ** m) for each in p]
-    assert max(w) <= 255
+    largest = max(s for _, s in scales)
+    mantissa, m = math.frexp(largest)
+    m = -512 if largest < 2.0**-110 else m - (mantissa == 0.5)
+    g = [0.0 if m == -512 else _times(65280 * 2.0**-m, s, "f32") for _, s in scales]
+    w = [nearest_even(Fraction(one) * Fraction(other)) for one, other in zip(e, g, strict=True)]
+    assert max(w) <= 65280
     # Column of each position, by counting: 4 c + 2 h + b holds 8 h + 2 c + b.
     columns = {8 * h + 2 * c + b: 4 * c + 2 * h + b for c in range(4) for h in range(2) for b in range(2)}
     v = inputs["v_codes"][head].astype(int)[:, [j - j % 16 + columns[j % 16] for j in at]]
-    return n, m, [float(x) for x in v @ np.array(w)], float(sum(nearest_even(65536 * Fraction(each)) for each in e))
+    weight = sum(nearest_even(2**22 * Fraction(each)) for each in e)
+    return n, m, [convert(float(x), "f32") for x in v @ np.array(w)], convert(float(weight), "f32")
 
 
 def _exponential(u: float) -> float:

@@ -115,7 +115,7 @@ def table() -> str:
     found = {keys: errors(keys) for keys in KEYS}
     rows = [(kind, *("{:.4f} ({:.4f})".format(*found[keys][kind]) for keys in KEYS)) for kind in found[KEYS[0]]]
     table = markdown_table(("queries, keys and values", *(f"{keys:,} keys" for keys in KEYS)), rows)
-    return f"{table}\nLargest error with many keys of little weight: {of_small_weights():.2f} of the largest value.\n"
+    return f"{table}\nLargest error with many keys of little weight: {of_small_weights():.4f} of the largest value.\n"
 
 
 def of_model(folder: Path, text: str, starts: Sequence[int]) -> dict[str, float]:
