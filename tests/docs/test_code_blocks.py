@@ -141,7 +141,7 @@ def test_the_commands_of_a_block_run_and_write_what_it_says(block, monkeypatch, 
 def commands(block):
     """Return the words of each command with its output; a block of a shell has no output."""
     found = []
-    for line in block.text.splitlines():
+    for line in block.text.replace("\\\n", "").splitlines():
         if block.language != "console" or line.startswith("$ "):
             # A comment is for the reader.
             words = shlex.split(line.removeprefix("$ "), comments=True)
