@@ -56,17 +56,9 @@ def blocks_of(page, text=None):
         yield Block(page, line, found[2], title[1] if title else "", body, marked[1] if marked else "")
 
 
-NEEDS = {
-    "docs/accuracy.md": ("torch", "transformers"),
-    "docs/attention.md": ("torch", "transformers"),
-    "docs/exact.md": ("torch", "transformers"),
-    "docs/format.md": ("torch",),
-    "docs/int16.md": ("torch",),
-    "docs/int4.md": ("torch",),
-    "docs/torch.md": ("torch", "transformers", "safetensors"),
-    "docs/training.md": ("torch",),
-    "docs/vllm.md": ("torch",),
-}
+NEEDS = {f"docs/{name}.md": ("torch",) for name in ("format", "int16", "int4", "training", "vllm")}
+NEEDS |= {f"docs/{name}.md": ("torch", "transformers") for name in ("accuracy", "attention", "exact")}
+NEEDS |= {"docs/torch.md": ("torch", "transformers", "safetensors")}
 """Packages without which a page is not run."""
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 

@@ -35,11 +35,9 @@ FEW = ("fill.f32.plain.cpu.numpy.reference", "f32-s8.rcr-identity.cpu.numpy.refe
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FACADES = (
-    *("registry", "dispatch", "dispatch.shard", "torch", "ops", "tools.testing", "tools.smoothquant"),
-    *(
-        "tools.checkpoint",
-        *(f"kernels.{name}" for name in ("quantize", "linear", "elementwise", "attention", "sampling")),
-    ),
+    *("registry", "dispatch", "dispatch.shard", "torch", "ops"),
+    *(f"tools.{name}" for name in ("testing", "smoothquant", "checkpoint")),
+    *(f"kernels.{name}" for name in ("quantize", "linear", "elementwise", "attention", "sampling")),
 )
 BLOCK = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"`(skuda(?:\.\w+)+)(?:\(.*?\))?`")

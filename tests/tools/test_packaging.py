@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -31,12 +32,7 @@ def test_the_wheel_holds_every_source_file_and_nothing_outside_skuda(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
     assert all(name.startswith("skuda/") for name in names)
     sources = tracked("registry", "kernels", "dispatch", "tools")
-    moved = {
-        "dispatch/skuda-package/": "",
-        "dispatch/torch/": "torch/",
-        "dispatch/serving/": "serving/",
-        "dispatch/vllm/": "vllm/",
-    }
+    moved = {"dispatch/skuda-package/": ""} | {f"dispatch/{name}/": f"{name}/" for name in ("torch", "serving", "vllm")}
     for before, after in moved.items():
         sources = [after + name.removeprefix(before) if name.startswith(before) else name for name in sources]
     assert names == {f"skuda/{name}" for name in sources}
@@ -46,6 +42,17 @@ def test_the_wheel_holds_every_source_file_and_nothing_outside_skuda(wheel):
 def test_what_an_older_build_left_behind_is_not_in_the_wheel(wheel):
     assert (wheel.parents[1] / "build" / "lib" / "skuda" / "tools" / "stale.py").exists()
     assert "skuda/tools/stale.py" not in zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.mark.full
+def test_an_sdist_has_the_same_bytes_each_time(wheel, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1790000000")
+    for name in ("one", "other"):
+        (wheel.parents[1] / "README.md").touch()
+        command = [sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path / name, wheel.parents[1]]
+        subprocess.run(command, check=True)
+    one, other = (path.read_bytes() for path in sorted(tmp_path.glob("*/*.tar.gz")))
+    assert one == other
 
 
 @pytest.mark.full
