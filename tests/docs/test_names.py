@@ -14,15 +14,9 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"`(skuda(?:\.\w+)+(?::[\w.]+)?)`|^::: (skuda[\w.]+)$", re.MULTILINE)
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
-NO_MODULES = {
-    "skuda.backends": "the entry-point group",
-    "skuda.compile": "a logger",
-    "skuda.op": "an attribute of a selection",
-    "skuda.sku.id": "an attribute of a selection",
-    "skuda.sku.choice": "an attribute of a selection",
-    "skuda.selection.duration": "an attribute of a selection",
-    "skuda.selection.measured": "an attribute of a selection",
-}
+ATTRIBUTES = ("skuda.op", "skuda.sku.id", "skuda.sku.choice", "skuda.selection.duration", "skuda.selection.measured")
+NO_MODULES = dict.fromkeys(ATTRIBUTES, "an attribute of a selection")
+NO_MODULES |= {"skuda.backends": "the entry-point group", "skuda.compile": "a logger"}
 RECIPES = {"kernels/elementwise/negate.py", "kernels/elementwise/negate.cu"}
 """What the reader of CONTRIBUTING writes."""
 

@@ -188,6 +188,12 @@ def bundle(folder, _):
     return {"troubles": found.troubles(), "manifest": found.manifest.model_dump(mode="json")}
 
 
+def tuning(folder, _):
+    from skuda.dispatch import Tuning
+
+    return Tuning.load(folder / "tuning.json").model_dump(mode="json")
+
+
 def unpickled(file, folder, _):
     """Return what pickles hold, and whether records in JSON hold the same."""
     found = {}
@@ -303,7 +309,8 @@ def smoothquant(folder, _):
     return {name: {part: v.tolist() for part, v in one.tensors().items()} for name, one in found.items()}
 
 
-KINDS = {kind.__name__: kind for kind in (imports, variables, entry_points, commands, kernels, bundle, smoothquant)}
+NAMES, FILES = (imports, variables, entry_points, commands), (kernels, bundle, tuning, smoothquant)
+KINDS = {kind.__name__: kind for kind in (*NAMES, *FILES)}
 KINDS["records"] = partial(unpickled, "records.json")
 OF_TORCH = {kind.__name__: kind for kind in (schemas, hooks, exported, checkpoints)}
 OF_TORCH["torch_records"] = partial(unpickled, "torch_records.json")
@@ -346,10 +353,6 @@ def schemes():
     def dynamic(filter_fn=None, **more):
         return lambda model: st.quantize_(model, st.Dynamic(**more), filter_fn)
 
-    def exact(model):
-        dynamic(lambda *_: True)(model)
-        exact_(model)
-
     return {
         "dynamic": (small, dynamic()),
         "propagate": (small, dynamic(nonfinite="propagate")),
@@ -359,8 +362,11 @@ def schemes():
         "int4": (small, dynamic(weights="int4", group_size=32)),
         "int4-symmetric": (single, dynamic(weights="int4", group_size=32, symmetric=True)),
         "int4-rows": (small, dynamic(weights="int4", group_size=0)),
+        "mixed": (small, lambda m: (dynamic(lambda _, n: n == "1", weights="int4", group_size=32)(m), dynamic()(m))),
+        "int8-int16": (small, dynamic(activations="int16")),
+        "int16": (small, dynamic(weights="int16", activations="int16")),
         "llama": (llama, dynamic()),
-        "llama-exact": (llama, exact),
+        "llama-exact": (llama, lambda model: (dynamic(lambda *_: True)(model), exact_(model))),
         "gpt2": (gpt2, dynamic()),
     }
 
@@ -385,6 +391,7 @@ def write(folder):
     lock.with_suffix(".json.gz").write_bytes(gzip.compress(lock.read_bytes(), mtime=0))
     words = [f"--{name.replace('_', '-')}={value}" for name, value in fill.items()]
     main(["bundle", str(folder / "kernels.skuda"), *words, "--arch", "sm_90", "--backend", "cuda_core"])
+    main(["tune", "fill", *words[1:], "--repeats", "1", "--output", str(folder / "tuning.json")])
     lock.unlink()
     problems.unlink()
     rng, dispatcher = np.random.default_rng(0), Dispatcher(tuning="")

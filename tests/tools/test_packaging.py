@@ -51,8 +51,7 @@ def test_an_sdist_has_the_same_bytes_each_time(wheel, tmp_path, monkeypatch):
         (wheel.parents[1] / "README.md").touch()
         command = [sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path / name, wheel.parents[1]]
         subprocess.run(command, check=True)
-    one, other = (path.read_bytes() for path in sorted(tmp_path.glob("*/*.tar.gz")))
-    assert one == other
+    assert len({path.read_bytes() for path in tmp_path.glob("*/*.tar.gz")}) == 1
 
 
 @pytest.mark.full
