@@ -37,7 +37,7 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
   }
   Sums part[2] = {Sums::none(), Sums::none()}, total[2] = {Sums::none(), Sums::none()};
 #pragma unroll 4
-  for (int t = 0; t < D / 2; ++t) chunk[t * 32 + lane] = whole[t * 32 + lane] = 0.0f;
+  for (int t = 0; t < D / 2; ++t) chunk[t * 32 + lane] = 0.0f, whole[t * 32 + lane] = -0.0f;
   for (s32 block = at.from; block < at.blocks; ++block) {
     const s64 page = at.page(p, head, block);
     const s8* const k_codes = p.k_codes + page * PAGE * D;

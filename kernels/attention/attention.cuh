@@ -105,7 +105,8 @@ DEVICE void weight_bytes(const u32 (&bits)[4], u32& high, u32& low) {
 }
 
 // What a row has summed up, without S. At first, and where it sees no key, n is less than any other by more than powers
-// reach, and S is zero: so adding that to something changes nothing, without a branch.
+// reach, and S is zero: so adding that to something changes nothing, without a branch. The sign of zeros counts: chunks are
+// added to -0, because one may be -0.
 struct Sums {
   s32 n, m;
   f32 weight;
@@ -117,7 +118,7 @@ struct Sums {
 DEVICE void add(Sums& one, const Sums& two, f32 (&f)[2]) {
   const s32 n = max(one.n, two.n), d0 = max(one.n - n, (s32)NOTHING), d1 = max(two.n - n, (s32)NOTHING);
   const s32 m0 = one.m + d0, m1 = two.m + d1, m = max(m0, m1);
-  f[0] = power(m0 - m), f[1] = power(m1 - m);
+  f[0] = power(m0 - m), f[1] = two.some() ? power(m1 - m) : -0.0f;
   one.weight = fma_rn(one.weight, power(d0), mul_rn(two.weight, power(d1)));
   one.n = n, one.m = m;
 }

@@ -59,7 +59,7 @@ template <int N> DEVICE Part<N> nothing() {
   Part<N> part;
   part.sums = Sums::none();
 #pragma unroll
-  for (int i = 0; i < N; ++i) part.s[i] = 0.0f;
+  for (int i = 0; i < N; ++i) part.s[i] = -0.0f;
   return part;
 }
 template <int N> DEVICE Part<N> part_at(const Sums& sums, const f32* s) {

@@ -14,7 +14,7 @@
 // of its own thread. (An operand of wgmma in registers would take 55 cycles more.)
 //
 // A block of threads has a producer warpgroup and two consumer warpgroups, and computes one tile of 128 rows: each
-// consumer has 64. Scores of the next block are computed while values are multiplied. The first warp of the producer
+// consumer has 64. Scores of the next block are multiplied between the two products of values. The first warp of the producer
 // requests codes, the second one copies scales, and makes those of the weights, which all rows that see the whole block
 // share.
 //
@@ -101,12 +101,7 @@ DEVICE void score(const s32 (&acc)[32], int half, const f32* scales, Scores& to)
   for (int t = 8 * half; t < 8 * half + 8; ++t) {
     const float2 k = *(const float2*)(scales + 8 * t);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      to.y[4 * t + i] = mul_rn((f32)acc[4 * (t - 8 * half) + i], i % 2 ? k.y : k.x);
-#ifndef SKUDA_HOST
-      if (half == 0) asm volatile("" : "+f"(to.y[4 * t + i]));  // now, while values are multiplied
-#endif
-    }
+    for (int i = 0; i < 4; ++i) to.y[4 * t + i] = mul_rn((f32)acc[4 * (t - 8 * half) + i], i % 2 ? k.y : k.x);
     to.count(4 * t);
   }
 }
@@ -309,7 +304,7 @@ DEVICE void consume(const Attention& p, const Tile& tile, s32 head, const Shared
 #pragma unroll
   for (int i = 0; i < 64; ++i) sum[i] = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) whole[32 * i] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // which changes nothing it is added to
+  for (int i = 0; i < 16; ++i) whole[32 * i] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
   if (tile.from < tile.blocks) {
     u32 stage = 0, parity = 0, codes = shared_address(shared.codes);
     const f32* scales = shared.scales + 2 * c;

@@ -82,6 +82,22 @@ def test_a_row_may_have_more_chunks_than_a_warp_has_lanes():
     assert_same_bits(on_cpu(problem, inputs, rng, "split", 400), run(problem, inputs)["output"], repr(problem))
 
 
+@KERNELS
+def test_a_sum_that_underflows_keeps_its_sign(variant, sms):
+    sizes = {"tokens": 2, "heads": 1, "kv_heads": 1, "head_size": 128, "sequences": 1, "pages": 4, "most_blocks": 4}
+    problem = problem_of(fresh(variant), variant, **sizes)
+    # The first token does not see the last page.
+    inputs = {"block_table": np.arange(4, dtype=np.int32)[None], "lengths": np.array([385], np.int32)}
+    inputs |= {"starts": np.array([0, 2], np.int32), "k_scale": np.ones((4, 1, 128), np.float32)}
+    inputs |= {"q_codes": np.zeros((2, 1, 128), np.int8), "q_scale": np.ones((2, 1), np.float32)}
+    inputs["k_codes"] = np.zeros((4, 1, 128, 128), np.int8)
+    inputs["v_codes"] = (inputs["k_codes"] - (np.arange(4) == 0)[:, None, None, None]).astype(np.int8)
+    inputs["v_scale"] = np.repeat(2.0 ** np.array([-100, 20, 105, 0]), 128).astype(np.float32).reshape(4, 1, 128)
+    want = run(problem, inputs)["output"]
+    assert_same_bits(want[0], np.full_like(want[0], -0.0))
+    assert_same_bits(on_cpu(problem, inputs, fresh(variant, sms), variant, sms), want)
+
+
 WRONG = {
     "block_table": [-1, 9, 2**31 - 1, -(2**31)],
     "lengths": [-1, -(2**31), 2**31 - 1, 100_000],

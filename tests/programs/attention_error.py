@@ -41,8 +41,11 @@ def codes(x: F64) -> tuple[Any, Any]:
     return np.rint(x / scale).astype(np.int8), scale.astype(np.float32)
 
 
-def attended(q: F64, k: F64, v: F64, scale: float) -> tuple[F64, F64]:
-    """Return int8 attention of one head, and the same codes with an exact softmax; shape (queries, elements)."""
+def attended(q: F64, k: F64, v: F64, scale: float) -> tuple[F64, F64, F64]:
+    """Return int8 attention of one head, the same codes with an exact softmax, and with values that are all positive.
+
+    Each has the shape (queries, elements).
+    """
     (q_codes, q_scale), (k_codes, k_scale), (v_codes, v_scale) = (codes(x) for x in (q, k, v))
     pages = len(k) // PAGE
     order = np.argsort(column_of(np.arange(PAGE)))
@@ -61,18 +64,20 @@ def attended(q: F64, k: F64, v: F64, scale: float) -> tuple[F64, F64]:
         output_element="f32",
     ).output[:, 0]
     q, k, v = (c * s.astype(np.float64) for c, s in ((q_codes, q_scale), (k_codes, k_scale), (v_codes, v_scale)))
-    return found.astype(np.float64), softmax(scale * q @ k.T) @ v
+    weights = softmax(scale * q @ k.T)
+    return found.astype(np.float64), weights @ v, weights @ np.abs(v)
 
 
-def drawn(keys: int, size: int = 128) -> dict[str, tuple[F64, F64, F64, float]]:
+def drawn(keys: int, size: int = 128, seed: int | None = None) -> dict[str, tuple[F64, F64, F64, float]]:
     """Return queries, keys, values and a scale of every kind, by name."""
-    q, k, v = (np.random.default_rng(keys + i).standard_normal((n, size)) for i, n in enumerate((64, keys, keys)))
+    first = keys if seed is None else seed
+    q, k, v = (np.random.default_rng(first + i).standard_normal((n, size)) for i, n in enumerate((64, keys, keys)))
     far, sink, usual = k.copy(), k.copy(), 1 / math.sqrt(size)
     far[:, 3] += 8
     far[:, 17] *= 6
     sink[0] = 60 * (np.arange(size) == 0)
     leaning = np.concatenate((np.abs(q[:, :1]) + 2, q[:, 1:]), 1)
-    heavy = v * np.exp(np.random.default_rng(keys + 3).standard_normal((keys, 1)))
+    heavy = v * np.exp(np.random.default_rng(first + 3).standard_normal((keys, 1)))
     return {
         "normal": (q, k, v, usual),
         "scores three times as large": (q, k, v, 3 * usual),
@@ -87,7 +92,7 @@ def errors(keys: int) -> dict[str, tuple[float, float]]:
     found = {}
     for kind, (q, k, v, scale) in drawn(keys).items():
         want = softmax(scale * q @ k.T) @ v
-        got = (np.linalg.norm(each - want) / np.linalg.norm(want) for each in attended(q, k, v, scale))
+        got = (np.linalg.norm(each - want) / np.linalg.norm(want) for each in attended(q, k, v, scale)[:2])
         found[kind] = tuple(map(float, got))
     return found  # type: ignore[return-value]  two of each
 
@@ -105,7 +110,7 @@ def of_small_weights(size: int = 32) -> float:
         v = np.ones((PAGE, size))
         v[0] = -1
         scale = math.log(ratio)
-        got, want = attended(q, k, v, scale)
+        got, want, _ = attended(q, k, v, scale)
         worst = max(worst, float(np.abs(got - want).max()))
     return worst
 
