@@ -313,15 +313,11 @@ def _blocks(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Part
     w = np.rint(e.astype(np.float64) * g)  # of the exact product, so it is rounded once
     high = np.floor((w + 128) / 256)
     values = v.astype(np.float32).swapaxes(2, 3)
-    totals = (_product(each[..., _POSITIONS].astype(np.float32), values) for each in (high, w - 256 * high))
-    total = _joined(*totals)
+    bytes_of_w = (high, w - 256 * high)
+    of_high, of_low = (_product(each[..., _POSITIONS].astype(np.float32), values) for each in bytes_of_w)
+    total = (256 * of_high.astype(np.float64) + of_low).astype(np.float32)
     weight = np.rint(e.astype(np.float64) * 2**22).sum(axis=3).astype(np.float32)
     return _Partial(n, m, total, np.where(good, weight, np.float32(np.nan)), some)
-
-
-def _joined(high: Array, low: Array) -> Array:
-    """Return S of the products with both bytes of the weights."""
-    return np.asarray((256 * high.astype(np.float64) + low).astype(np.float32))
 
 
 def _product(rows: Array, columns: Array) -> Array:

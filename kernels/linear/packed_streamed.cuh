@@ -15,7 +15,7 @@
 //
 // As in streamed.cuh the rows of w are the M side of a product, and the tokens are its N side, so each warp makes the
 // codes of its own 16 rows, in registers. It makes them while other warps multiply, or wgmma what it made before. (Codes
-// that go through shared memory, for wgmma to read there, took 1.2 to 1.4 times as long with two buffers and with three.)
+// that go through shared memory, for wgmma to read there, took 1.1 to 1.4 times as long with two buffers and with three.)
 //
 // Variants.
 //   mma.sync (ROW_WARPS > 0): as many warps have a unit each. If the block has several times as many warps, these are

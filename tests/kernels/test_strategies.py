@@ -11,7 +11,7 @@ from copied_tree import copied_tree, in_tree
 from harness import emulator
 from paths import HELPERS, ROOT
 
-PAGE = (ROOT / "docs" / "card.md").read_text(encoding="utf-8").replace(" \\\n   ", "")
+PAGE = (ROOT / "docs" / "card.md").read_text(encoding="utf-8").replace("\\\n", "")
 (TESTS,) = re.findall(r"^\$ pytest (.+) -k backwards$", PAGE, re.MULTILINE)
 FULL = pytest.mark.full
 OPS = ("scaled", pytest.param("quantized", marks=FULL), pytest.param("smoothquant", marks=FULL))
