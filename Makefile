@@ -84,8 +84,9 @@ lock: $(VENV)/.test  ## what is selected for whom, in docs/selection.lock.json; 
 ops: $(VENV)/.test  ## the types of the functions of skuda.ops, from the registry
 	$(BIN)/python tests/programs/ops_module.py
 
-docs: $(VENV)/.docs  ## the documentation, into site/
+docs: $(VENV)/.docs  ## the documentation, into site/, with a notebook of each example
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/jupytext --quiet --to ../../site/examples//ipynb docs/examples/*.py
 
 plots: $(VENV)/.test  ## the plots of the records in docs/evidence
 	SKUDA_PLUGINS=0 $(BIN)/python docs/plots.py
