@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Annotated, Any
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.select.environment import versions
+from skuda.dispatch.select.environment import skuda_version, versions
 from skuda.dispatch.system.writing import write_whole
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line
@@ -130,8 +130,8 @@ class _Course:
     """The record of a run, which grows as ways end, and a line for each of them, with an estimate of what is left."""
 
     def __init__(self, about: dict[str, Any], output: Path | None, *, shown: bool) -> None:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        self.about = {"kind": "skuda certify", **about, "versions": versions(), "date": date}
+        made = {"versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        self.about = {"kind": "skuda certify", "schema_version": 1, "skuda": skuda_version(), **about, **made}
         self.output, self.shown = output, shown
         self.known: dict[str, Any] = {}
 

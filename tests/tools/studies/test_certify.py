@@ -60,7 +60,7 @@ def test_all_ways_have_one_hash_and_the_plain_model_has_several(run):
 def test_codes_of_16_bits_are_certified_too(run):
     status, record, _, err = run(codes="int16")
     assert status == 0
-    assert record["codes"] == "int16"
+    assert (record["schema_version"], record["codes"]) == (1, "int16")
     assert "on 2 ranks" in [way["name"] for way in record["exact"]["ways"]]
     assert "PASS" in err
 
