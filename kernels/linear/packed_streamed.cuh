@@ -111,27 +111,18 @@ DEVICE void add_parts(s32 (&d)[COLUMNS / 2], s32 (&w_sums)[4], int4* sums, u32 p
 
 // The same for the blocks of a cluster, which take the slabs in turn; `sums` is what they no longer need of the ring.
 DEVICE void add_blocks(s32 (&d)[COLUMNS / 2], u8* sums, u32 rank) {
-  const u32 thread = threadIdx.x * 16, mine = shared_address(sums) + thread;
-  cluster_arrive();
-  cluster_wait();  // all products of the cluster are done
+  cluster_arrive();  // exchange_sums waits for it: all products of the cluster are done
+  exchange_sums(d, sums, rank);
 #pragma unroll
   for (int i = 0; i < FOURS; ++i) {
-    const u32 u = i % (SLABS * QUADS) / QUADS, at = (i / (SLABS * QUADS) * OWN_SLABS + u / SPLIT_K) * QUADS + i % QUADS;
-    const s32 four[4] = {d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
-    if (u % SPLIT_K != rank) st_shared_cluster_v4(mine + (at * SPLIT_K + rank) * (CONSUMERS * 16), u % SPLIT_K, four);
-  }
-  cluster_arrive();
-  cluster_wait();
-#pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
-    const u32 u = i % (SLABS * QUADS) / QUADS, at = (i / (SLABS * QUADS) * OWN_SLABS + u / SPLIT_K) * QUADS + i % QUADS;
+    const u32 u = i % (SLABS * QUADS) / QUADS, at = i / (SLABS * QUADS) * QUADS + i % QUADS;
     if (u % SPLIT_K != rank) continue;
-    s32* const own = d + 4 * i;
 #pragma unroll
     for (u32 other = 0; other < SPLIT_K; ++other) {
       if (other == rank) continue;
-      const int4 four = *(const int4*)(sums + (at * SPLIT_K + other) * (CONSUMERS * 16) + thread);
-      own[0] += four.x, own[1] += four.y, own[2] += four.z, own[3] += four.w;
+      const u32 from = (u / SPLIT_K * SPLIT_K + other) * (QUADS * A_HALVES) + at;
+      const int4 four = *(const int4*)(sums + (from * CONSUMERS + threadIdx.x) * 16);
+      d[4 * i] += four.x, d[4 * i + 1] += four.y, d[4 * i + 2] += four.z, d[4 * i + 3] += four.w;
     }
   }
 }
