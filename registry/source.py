@@ -26,6 +26,11 @@ def source_text(source: str) -> str:
 
 
 @cache
+def _occurs(name: str, source: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", source_text(source)) is not None
+
+
+@cache
 def resolve(module: str, name: str) -> Any:
     """Return attribute `name` of Python module `module`.
 
@@ -45,7 +50,7 @@ def missing(source: str, entry_point: str, launch: str | None) -> tuple[str, str
     field = "source"
     try:
         if ":" in source:
-            if not re.search(rf"\b{re.escape(entry_point)}\b", source_text(source)):
+            if not _occurs(entry_point, source):
                 return "entry_point", f"{entry_point} does not occur in {source}"
         else:
             importlib.import_module(source)
