@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import skuda
 from skuda.dispatch import KNOWN_DEVICES
 from skuda.dispatch.settings import SETTINGS
 from skuda.kernels.catalog import built_in_registry
@@ -268,7 +269,8 @@ def fetched_from_elsewhere(name: str, text: str) -> list[str]:
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of ops and their definitions into the navigation."""
+    """Put the version into the name of the site, and the pages of ops and their definitions into the navigation."""
+    config.site_name = f"skuda {skuda.__version__}"
     below = ["ops.md", *(f"ops/{name}.md" for name in sorted(built_in_registry().ops))]
     below += sorted(page for page in definitions().values() if page.startswith("definitions/"))
     config.nav = [{"Ops": below} if entry == {"Ops": "ops/"} else entry for entry in config.nav]

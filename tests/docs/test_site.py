@@ -6,11 +6,13 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
 from toy import ToyDescriptor
 
+import skuda
 from skuda.dispatch import settings
 from skuda.kernels.catalog import built_in_registry
 
@@ -88,6 +90,15 @@ def test_a_field_is_described_by_the_nearest_class_that_says_something(generate)
         """
 
     assert generate.field_descriptions(Nearer) == {"m": "Rows and columns.", "n": "Rows and columns."}
+
+
+def test_the_site_is_named_after_the_version_and_lists_all_ops(generate):
+    found = generate.on_config(SimpleNamespace(site_name="skuda", nav=[{"Ops": "ops/"}]))
+    assert found.site_name == f"skuda {skuda.__version__}"
+    assert found.nav[0]["Ops"][: 1 + len(built_in_registry().ops)] == [
+        "ops.md",
+        *(f"ops/{name}.md" for name in sorted(built_in_registry().ops)),
+    ]
 
 
 def test_every_mark_in_a_page_is_filled_in(generate):
