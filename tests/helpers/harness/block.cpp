@@ -28,7 +28,7 @@ static void __asan_unpoison_memory_region(const volatile void*, size_t) {}
 
 namespace {
 
-enum { MOST = 4, THREADS = 2048, SHARED = 256 << 10 };  // blocks of a cluster, their threads, and bytes of each
+enum { MOST = 4, SHARED = 256 << 10 };  // blocks of a cluster, and bytes of each
 enum State { READY, AT_BLOCK, AT_WARP, AT_CHANGE, ENDED };
 struct Fibre {
   State state;
@@ -40,7 +40,7 @@ struct Fibre {
   void* shadow;  // AddressSanitizer's
 };
 const size_t STACK = 256 << 10;
-Fibre fibres[THREADS];
+Fibre fibres[SKUDA_FIBRES];
 unsigned long long slots[MOST][1024];
 alignas(1024) unsigned char dynamic_shared[MOST][SHARED];
 char* stacks;
@@ -241,10 +241,10 @@ const char* skuda_run(const Geometry& geometry, unsigned cluster, void (*thread)
   const unsigned long long threads = 1ull * blockDim.x * blockDim.y * blockDim.z;
   if (threads == 0 || threads > 1024) return "a block without threads or with more than 1024";
   if (geometry.shared > SHARED) return "more shared memory than any card has";
-  if (cluster > MOST || cluster * threads > THREADS) return "a cluster larger than any here";
+  if (cluster > MOST || cluster * threads > SKUDA_FIBRES) return "a cluster larger than any here";
   if (gridDim.x % cluster) return "a grid that is not whole clusters";
   if (!stacks) {
-    void* got = mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* got = mmap(nullptr, SKUDA_FIBRES * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (got == MAP_FAILED) return "no memory for stacks";
     stacks = (char*)got;
   }

@@ -122,35 +122,18 @@ static inline void cp_async_bulk(unsigned to, const void* from, unsigned bytes, 
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// Products that a thread has asked for. They are computed as late as they may be: when it waits for them.
 struct SkudaProduct {
   void (*compute)(int*, unsigned long long, unsigned long long, unsigned);
   int* d;
   unsigned long long a, b;
-  unsigned scale_d, group;
+  unsigned scale_d;
 };
-struct SkudaProducts {
-  unsigned group, count;  // the group that is not committed yet
-  SkudaProduct pending[256];
-};
-static SkudaProducts skuda_products[2048];  // THREADS of block.cpp
-static inline void skuda_product(const SkudaProduct& product) {
-  SkudaProducts& own = skuda_products[skuda_fibre()];
-  if (own.count == 256) skuda_fault("too many products that nobody has waited for");
-  own.pending[own.count] = product, own.pending[own.count++].group = own.group;
-}
+static SkudaPending<SkudaProduct> skuda_products[SKUDA_FIBRES];
 static inline void wgmma_fence() {}
 static inline void wgmma_commit_group() { ++skuda_products[skuda_fibre()].group; }
 // The lanes of a warp multiply together: none may release a stage that another still reads.
 template <int PENDING> static void wgmma_wait_group() {
-  SkudaProducts& own = skuda_products[skuda_fibre()];
-  unsigned done = 0;
-  for (; done < own.count && own.group - own.pending[done].group > PENDING; ++done) {
-    const SkudaProduct& p = own.pending[done];
-    p.compute(p.d, p.a, p.b, p.scale_d);
-  }
-  own.count -= done;
-  memmove(own.pending, own.pending + done, own.count * sizeof(SkudaProduct));
+  skuda_products[skuda_fibre()].wait(PENDING, [](const SkudaProduct& p) { p.compute(p.d, p.a, p.b, p.scale_d); });
   skuda_wait_warp(~0u);
 }
 
@@ -162,12 +145,17 @@ template <int N, class A, class B> struct Wgmma {
     }
   }
   static void mma_async(int (&d)[N / 2], unsigned long long a, unsigned long long b, unsigned scale_d) {
-    skuda_product({compute, d, a, b, scale_d, 0});
+    skuda_products[skuda_fibre()].add({compute, d, a, b, scale_d});
   }
   static void compute(int* d, unsigned long long a, unsigned long long b, unsigned scale_d) {
-    const unsigned thread = skuda_thread() % 128, first = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    const unsigned thread = skuda_thread() % 128, first = thread / 32 * 16 + thread % 32 / 4;
     A x[2][32];
     for (int i = 0; i < 2; ++i) row(x[i], a, first + 8 * i);
+    multiply(d, x, b, scale_d);
+  }
+  // The sums of the lane's two rows, with the columns of its place in a quad.
+  static void multiply(int* d, const A (&x)[2][32], unsigned long long b, unsigned scale_d) {
+    const unsigned column = skuda_thread() % 4 * 2;
     for (int i = 0; i < N / 4; ++i) {
       B y[32];
       row(y, b, i / 2 * 8 + column + i % 2);
@@ -191,15 +179,6 @@ template <int N, class A, class B> struct WgmmaRegisters {
         memcpy(x[i % 2] + i / 2 * 16 + c * 4, &word, 4);
       }
     }
-    for (int i = 0; i < N / 4; ++i) {
-      B y[32];
-      Wgmma<N, A, B>::row(y, b, (unsigned)i / 2 * 8 + lane % 4 * 2 + i % 2);
-      for (int j = 0; j < 2; ++j) {
-        int& sum = d[i / 2 * 4 + j * 2 + i % 2];
-        unsigned total = scale_d ? (unsigned)sum : 0;
-        for (int k = 0; k < 32; ++k) total += (unsigned)((int)x[j][k] * (int)y[k]);
-        sum = (int)total;
-      }
-    }
+    Wgmma<N, A, B>::multiply(d, x, b, scale_d);
   }
 };

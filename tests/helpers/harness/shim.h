@@ -36,6 +36,7 @@ void skuda_wait_block();
 void skuda_wait_warp(unsigned mask);
 unsigned skuda_thread();                   // linear index in the block
 unsigned skuda_fibre();                    // and in the cluster
+enum { SKUDA_FIBRES = 2048 };              // at most, in a cluster
 extern unsigned long long* skuda_slots;    // one per thread of the block, for what threads tell each other
 
 // Programmatic dependent launch: whether the thread that runs may have started before the previous kernel ended, and has not
@@ -288,32 +289,41 @@ static inline float rcp_approx(float d) {
   return skuda_wrongly(1 / (double)d, SKUDA_RECIPROCAL_ERROR(d) * 0x1p-23);
 }
 
-// --- copies that a thread does not wait for: done when it waits ------------------------------------------------------
+// --- what a thread asks for and does not wait for: done as late as it may be, when it waits ----------------------------
 
-struct SkudaCopy { unsigned to; const unsigned char* from; int real; unsigned group; };
-struct SkudaCopies {
+template <class T> struct SkudaPending {
   unsigned group, count;  // the group that is not committed yet
-  SkudaCopy pending[256];
+  struct {
+    T what;
+    unsigned group;
+  } asked[256];
+
+  void add(const T& what) {
+    if (count == 256) skuda_fault("too many copies or products that nobody has waited for");
+    asked[count].what = what, asked[count++].group = group;
+  }
+  // Does what belongs to all committed groups but the last ones.
+  template <class Do> void wait(unsigned last, const Do& complete) {
+    unsigned done = 0;
+    for (; done < count && group - asked[done].group > last; ++done) complete(asked[done].what);
+    count -= done;
+    memmove(asked, asked + done, count * sizeof *asked);
+  }
 };
-static SkudaCopies skuda_copies[1024];
+
+struct SkudaCopy { unsigned to; const unsigned char* from; int real; };
+static SkudaPending<SkudaCopy> skuda_copies[SKUDA_FIBRES];
 static inline void cp_async_16_zfill(unsigned to, const void* from, int real) {
   if (to % 16 || (real > 0 && (unsigned long long)from % 16)) skuda_fault("a misaligned copy");
   if (skuda_early) skuda_fault("a copy before the previous kernel has ended");
-  SkudaCopies& own = skuda_copies[skuda_thread()];
-  if (own.count == 256) skuda_fault("too many copies that nobody has waited for");
-  own.pending[own.count++] = {to, (const unsigned char*)from, real, own.group};
+  skuda_copies[skuda_fibre()].add({to, (const unsigned char*)from, real});
 }
 static inline void cp_async_16(unsigned to, const void* from, bool real) { cp_async_16_zfill(to, from, real ? 16 : 0); }
-static inline void cp_async_commit_group() { ++skuda_copies[skuda_thread()].group; }
+static inline void cp_async_commit_group() { ++skuda_copies[skuda_fibre()].group; }
 template <int PENDING> static void cp_async_wait_group() {
-  SkudaCopies& own = skuda_copies[skuda_thread()];
-  unsigned done = 0;
-  for (; done < own.count && own.group - own.pending[done].group > PENDING; ++done) {
-    const SkudaCopy& copy = own.pending[done];
+  skuda_copies[skuda_fibre()].wait(PENDING, [](const SkudaCopy& copy) {
     for (int i = 0; i < 16; ++i) skuda_dynamic_shared[copy.to + i] = i < copy.real ? copy.from[i] : 0;
-  }
-  own.count -= done;
-  memmove(own.pending, own.pending + done, own.count * sizeof(SkudaCopy));
+  });
 }
 
 #include "hopper.h"
@@ -336,7 +346,8 @@ template <class... A> struct SkudaCall {
 };
 template <class... A> const char* skuda_launch(void (*kernel)(A...), unsigned cluster, const Geometry* geometry, void** arguments) {
   const SkudaCall<A...> call = {kernel, arguments};
-  for (SkudaProducts& of : skuda_products) of.count = 0;  // of a launch that failed
+  for (auto& of : skuda_copies) of.count = 0;  // of a launch that failed
+  for (auto& of : skuda_products) of.count = 0;
   return skuda_run(*geometry, cluster, SkudaCall<A...>::thread, &call);
 }
 // One letter per parameter: p pointer, f and d floating, i and l integers of 32 and 64 bits, m tensor map, ? anything else.
