@@ -5,6 +5,7 @@ The commands are imported when it runs, so that an interrupt during their import
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import io
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TextIO
@@ -49,25 +51,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Note the interrupts that come, because C code may drop one, or turn it into an error of its own.
+    """Note the interrupts that come, because other code may drop one, or turn it into an error of its own.
 
-    NumPy's modules print it and fail to import; pydantic's core fails to serialize.
+    NumPy's modules print it and fail to import; pydantic's core fails to serialize. Python drops what a finalizer
+    raises, so that interrupt is sent again.
     """
     came: list[int] = []
-    handler, uncaught = signal.getsignal(signal.SIGINT), sys.excepthook
+    handler, uncaught, unraised = signal.getsignal(signal.SIGINT), sys.excepthook, sys.unraisablehook
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
         signal.default_int_handler(number, frame)
 
+    def again() -> None:
+        time.sleep(0.05)  # the finalizer has ended by then
+        if sys.unraisablehook is unraisable:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def unraisable(dropped: sys.UnraisableHookArgs) -> None:
+        if came and isinstance(dropped.exc_value, KeyboardInterrupt):
+            _thread.start_new_thread(again, ())
+        else:
+            unraised(dropped)
+
     noted = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if noted:
         signal.signal(signal.SIGINT, note)
     sys.excepthook = lambda *error: None if came else uncaught(*error)
+    sys.unraisablehook = unraisable
     try:
         yield came
     finally:
-        sys.excepthook = uncaught
+        sys.excepthook, sys.unraisablehook = uncaught, unraised
         if noted:
             signal.signal(signal.SIGINT, handler)
 

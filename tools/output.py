@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # the conformance suite, which uses this module, also works w
     from rich.console import Console, RenderableType
     from rich.padding import Padding
     from rich.table import Table
-    from rich.text import Text
 
 _NARROWEST, _PIPED = 40, 1000
 """The layout needs this many columns, so a narrower terminal wraps the lines; in a pipe, lines are not folded."""
@@ -22,8 +21,8 @@ _NARROWEST, _PIPED = 40, 1000
 _LONGEST_LINE = 4000
 
 
-def stdout(*, stderr: bool = False) -> Console:
-    """Return a console on standard output; `is_terminal` is true if a person reads it."""
+def new_console(*, stderr: bool = False) -> Console:
+    """Return a console on standard output, or on standard error; `is_terminal` is true if a person reads it."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
@@ -31,14 +30,9 @@ def stdout(*, stderr: bool = False) -> Console:
     return console
 
 
-def stderr() -> Console:
-    """Return a console on standard error."""
-    return stdout(stderr=True)
-
-
 def tell(text: str, style: str = "yellow") -> None:
     """Print one line on standard error."""
-    stderr().print(f"skuda: {one_line(text)}", style=style, soft_wrap=True)
+    new_console(stderr=True).print(f"skuda: {one_line(text)}", style=style, soft_wrap=True)
 
 
 def one_line(text: str) -> str:
@@ -58,7 +52,7 @@ def present(value: object, person: Callable[[Console], None], *, as_json: bool) 
     if as_json:
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
     else:
-        person(stdout())
+        person(new_console())
 
 
 def plain_table(*headings: str, indent: int = 0, numbers: int | None = None) -> Table:
@@ -112,13 +106,6 @@ def indented(text: RenderableType, by: int) -> Padding:
     return Padding(text, (0, 0, 0, by), expand=False)
 
 
-def heading(text: str) -> Text:
-    """Return the heading of a section."""
-    from rich.text import Text
-
-    return Text(text, style="bold")
-
-
 Report = Callable[[int, int, str], None]
 """Takes the number of finished steps, the number of all steps, and the name of the current step."""
 
@@ -128,7 +115,7 @@ def progress() -> Iterator[Report | None]:
     """Show a progress bar on standard error; yield the function that updates it, or None without a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = stderr()
+    console = new_console(stderr=True)
     if not console.is_terminal:
         yield None
         return

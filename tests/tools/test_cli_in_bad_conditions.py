@@ -20,12 +20,11 @@ from skuda.tools.output import one_line, shortened
 RECORD = ROOT / "docs" / "evidence" / "h200-bench.json"
 LOCK = ROOT / "docs" / "selection.lock.json"
 PROBLEM = '{"op": "fill", "numel": 3, "output_element": "f32"}'
-LINEAR = ("quantized_linear", "--m", "8", "--n", "64", "--k", "64")
 
 COMMANDS = {
     "list": ("list",),
     "show": ("show", "fill"),
-    "explain": ("explain", *LINEAR, "--device", "h200", "--all"),
+    "explain": ("explain", "quantized_linear", "--m", "8", "--n", "64", "--k", "64", "--device", "h200", "--all"),
     "verify": ("verify", "--device", "cpu", "--op", "fill", "--quick", "--json"),
     "bench": ("bench", "--show", str(RECORD)),
     "bench-model": ("bench-model", "--help"),
@@ -45,17 +44,7 @@ COMMANDS = {
     "help": ("--help",),
     "version": ("--version",),
 }
-SILENT = {
-    "certify",
-    "evaluate",
-    "compile",
-    "bundle",
-    "cache ls",
-    "cache verify",
-    "cache gc",
-    "cache clear",
-    "demo",
-}
+SILENT = {"certify", "evaluate", "compile", "bundle", "cache ls", "cache verify", "cache gc", "cache clear", "demo"}
 PRINTING = COMMANDS.keys() - SILENT
 """Commands that print on standard output whatever is installed here."""
 
@@ -169,10 +158,27 @@ sys.exit(main(["verify", "--device", "cpu"]))
 @pytest.mark.parametrize("number", sampled(range(20), 2))
 def test_an_interrupt_is_one_from_the_start(folder, number):
     after = fresh("interrupt", number).uniform(0, 1.5)
-    command = [sys.executable, "-c", INTERRUPTED, str(after)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(after)], capture_output=True, text=True, check=False)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
+
+
+DROPPED = """
+import signal, sys, threading, time, weakref
+from skuda.tools import cli
+def command(words):
+    for finalizer in (lambda: 1 / 0), (lambda: signal.raise_signal(signal.SIGINT)):
+        weakref.ref(threading.Event(), lambda _: finalizer())
+    time.sleep(60)
+cli._called = command
+sys.exit(cli.main([]))
+"""
+
+
+def test_an_interrupt_in_a_finalizer_is_not_dropped():
+    done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 130
+    assert done.stderr.count("Traceback") == done.stderr.count("ZeroDivisionError") == 1
 
 
 # ------------------------------------------------------------------------------------------------- terminals and words

@@ -26,7 +26,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.value import Value
 from skuda.tools.demo.encoder import F32, Encoder, Linear, Model, load_model
 from skuda.tools.options import Json
-from skuda.tools.output import plain_table, stdout, tell
+from skuda.tools.output import new_console, plain_table, tell
 from skuda.tools.smoothquant import ActivationRanges, DynamicLayer, Int8Layer, SmoothQuantLayer
 from skuda.tools.verify.placement import Placement, placement_for
 
@@ -115,7 +115,7 @@ def run(*, as_json: Json = False) -> int:
     The products run on a GPU where one is usable, else on the CPU. The arithmetic is the same to the bit; the report
     says where it ran.
     """
-    console = stdout()
+    console = new_console()
     dispatcher = best_of(Dispatcher())
     model = load_model()
     result = run_demo(model, read_sentences(), dispatcher, lambda stage: tell(f"demo: {stage}", "dim"))

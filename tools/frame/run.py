@@ -20,7 +20,7 @@ from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.tools.files import check
 from skuda.tools.frame.record import Record
 from skuda.tools.frame.view import Sections, markdown
-from skuda.tools.output import one_of, progress, split, stdout, tell
+from skuda.tools.output import new_console, one_of, progress, split, tell
 
 _PACKAGES = ("numpy", "torch", "triton", "torchao")
 _Kind = TypeVar("_Kind", bound=Record)
@@ -81,9 +81,9 @@ class Study(Generic[_Kind]):
         shown(command, self.sections(record), record.text(), markdown, self.apart(record), as_json=as_json)
         for line in record.wrong:
             tell(line, "red")
-        if show is None and stdout().is_terminal and not as_json:
+        if show is None and new_console().is_terminal and not as_json:
             line = f"recorded in {output}" if output else "not recorded: --output FILE does that"
-            stdout().print(line, style="dim", soft_wrap=True)
+            new_console().print(line, style="dim", soft_wrap=True)
         return 1 if record.wrong else 0
 
     def made(self, **options: Any) -> _Kind:
@@ -129,7 +129,7 @@ def shown(
     elif as_json:
         sys.stdout.write(text)
     else:
-        sys.stdout.write(markdown(together, padded=stdout().is_terminal))
+        sys.stdout.write(markdown(together, padded=new_console().is_terminal))
 
 
 def fresh_seed() -> int:

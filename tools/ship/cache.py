@@ -19,7 +19,7 @@ from skuda.dispatch.compile.cache import CacheEntry, CubinCache, outdated, remov
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import printable
 from skuda.tools.options import Json, Word, flag, option
-from skuda.tools.output import count, present, stdout, table_of, tell
+from skuda.tools.output import count, new_console, present, table_of, tell
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _AGE = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?([{''.join(_AGES)}])")
@@ -169,7 +169,7 @@ def _remove(
     gone = [entry for entry in going if not os.path.lexists(entry.path)]
     paths = {entry.path for entry in gone}
     left = [entry for entry in entries if entry.path not in paths]
-    stdout().print(f"removed {_total(gone)} from {cache.folder}; {_total(left)} left", soft_wrap=True)
+    new_console().print(f"removed {_total(gone)} from {cache.folder}; {_total(left)} left", soft_wrap=True)
     for trouble in troubles:
         tell(trouble)
     return 1 if troubles else 0

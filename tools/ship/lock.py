@@ -26,7 +26,7 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.value import Integer, Value
 from skuda.tools.files import check, read_text, write_whole
 from skuda.tools.options import Descriptors, Words, option
-from skuda.tools.output import count, split, stdout, tell
+from skuda.tools.output import count, new_console, split, tell
 from skuda.tools.parse.cases import select_cases
 from skuda.tools.parse.devices import named_device
 from skuda.tools.parse.problem import read_problems
@@ -132,7 +132,7 @@ def run(
     problems = default_problems(registry) if descriptors is None else read_problems("lock", registry, descriptors)
     text = write_lock(make_lock(dispatcher, problems, chosen))
     if str(output) == "-":
-        stdout().file.write(text)
+        new_console().file.write(text)
         return 0
     write_whole(output, text)
     asked = f"{count(len(problems), 'problem')} on {count(len(chosen), 'device')}"

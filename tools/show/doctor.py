@@ -336,10 +336,10 @@ def _tuning() -> Iterator[Finding]:
 def _print(console: Console, found: list[Finding], *, works: bool) -> None:
     from rich.text import Text
 
-    from skuda.tools.output import count, heading, plain_table
+    from skuda.tools.output import count, plain_table
 
     for section, lines in groupby(found, key=lambda finding: finding.section):
-        console.print(heading(section))
+        console.print(section, style="bold")
         table = plain_table(indent=2)
         for width in (7, min(max(len(finding.name) for finding in found), 22), None):
             table.add_column(width=width, overflow="fold")

@@ -24,13 +24,12 @@ from skuda.tools.output import (
     count,
     facts,
     folded,
-    heading,
     indented,
+    new_console,
     one_of,
     plain_table,
     present,
     split,
-    stdout,
     words,
 )
 from skuda.tools.parse.devices import named_device, served_by
@@ -139,8 +138,8 @@ def _show_fields(op: Op) -> int:
         option = option_of(name) + (f", --{aliases[name]}" if name in aliases else "")
         default = f"{short(assumed[name])} (assumed)" if name in assumed else default_words(field)
         table.add_row("", option, type_words(field), default)
-    stdout().print(f"\nFields of {op.name}:")
-    stdout().print(table)
+    new_console().print(f"\nFields of {op.name}:")
+    new_console().print(table)
     return 0
 
 
@@ -200,7 +199,7 @@ def _print(
 
 def _print_accepted(console: Console, registry: Registry, found: Explanation, most: int | None) -> None:
     accepted = found.accepted
-    console.print(heading(f"\n{count(len(found.decisions), 'candidate')}, {len(accepted)} accepted"))
+    console.print(f"\n{count(len(found.decisions), 'candidate')}, {len(accepted)} accepted", style="bold")
     promised = {sku.id: sku.precision_guarantee.describe() for sku in registry.skus_of(found.op)}
     for number, decision in enumerate(accepted[:most], 1):
         other = promised[decision.sku] != promised[accepted[0].sku]
@@ -261,7 +260,7 @@ def _remedy(reason: Reason) -> Text:
 
 
 def _print_measured(console: Console, verdict: Verdict, most: int | None) -> None:
-    console.print(heading(f"\nmeasured, by {verdict.origin}"))
+    console.print(f"\nmeasured, by {verdict.origin}", style="bold")
     outcome = "chosen by time" if verdict.chosen else "the ranking stays"
     console.print(f"{outcome}: {verdict.reason}", style="green" if verdict.chosen else "yellow")
     table = plain_table(indent=2)

@@ -13,7 +13,7 @@ from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.tools.options import Evidence, Json, argument
-from skuda.tools.output import count, facts, folded, heading, indented, plain_table, present, refuse
+from skuda.tools.output import count, facts, folded, indented, plain_table, present, refuse
 from skuda.tools.parse.arguments import COLUMNS, argument_rows
 from skuda.tools.parse.problem import default_words, fields_of, type_words
 from skuda.tools.show.kernels import evidence_words, judge_of, tell_aside
@@ -77,7 +77,7 @@ def _show_sku(registry: Registry, sku: KernelSku, found: KernelStatus, *, as_jso
             console.print(indented(sku.summary, 2))
         width = max(len(name) for section in sections.values() for name in section)
         for title, section in sections.items():
-            console.print(heading(f"\n{title}"))
+            console.print(f"\n{title}", style="bold")
             console.print(facts(((name, "\n".join(_lines(value))) for name, value in section.items()), width))
 
     value = {
@@ -119,14 +119,14 @@ def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> Non
         console.print(Text(op.name, style="bold cyan"))
         console.print(indented(op.documentation, 2))
         for title, columns, rows in (("Arguments", COLUMNS, arguments), ("Fields", _FIELDS, fields)):
-            console.print(heading(f"\n{title}"))
+            console.print(f"\n{title}", style="bold")
             table = plain_table(*columns, indent=2)
             for name, *cells in rows:
                 table.add_row("", Text(name, style="cyan"), *cells)
             console.print(table)
-        console.print(heading("\nAbout"))
+        console.print("\nAbout", style="bold")
         console.print(facts((name, str(value)) for name, value in list(about.items())[1:]))
-        console.print(heading(f"\n{count(len(ids), 'kernel').capitalize()}, best first"))
+        console.print(f"\n{count(len(ids), 'kernel').capitalize()}, best first", style="bold")
         for sku_id in ids[:_IDS_SHOWN]:
             console.print(indented(folded(sku_id, console.width - 2), 2))
         if len(ids) > _IDS_SHOWN:

@@ -20,7 +20,7 @@ from skuda.registry.text import one_line
 from skuda.tools.files import check
 from skuda.tools.frame.run import NoDevice, fresh_seed, need, silent
 from skuda.tools.options import Json, Number, Output, Seed, argument, flag, number, option
-from skuda.tools.output import one_of, progress, stdout, tell
+from skuda.tools.output import new_console, one_of, progress, tell
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -115,9 +115,9 @@ def run(
     if as_json:
         sys.stdout.write(text)
     else:
-        stdout().print(f"{model} on {card}, seed {seed}\n\n{found}", soft_wrap=True, highlight=False)
+        new_console().print(f"{model} on {card}, seed {seed}\n\n{found}", soft_wrap=True, highlight=False)
         if beside is not None:
-            stdout().print(f"\nfor comparison, plain transformers: {beside}", soft_wrap=True, highlight=False)
+            new_console().print(f"\nfor comparison, plain transformers: {beside}", soft_wrap=True, highlight=False)
     if not found.ok:
         different = [way.name for way in found.ways if not way.same]
         tell(f"FAIL: other bits {', '.join(different)}", "bold red")

@@ -23,10 +23,9 @@ from skuda.tools.output import (
     count,
     folded,
     indented,
+    new_console,
     one_of,
     progress,
-    stderr,
-    stdout,
     table_of,
     tell,
     words,
@@ -92,7 +91,7 @@ def run(
     if as_json:
         sys.stdout.write(found.text())
     else:
-        stdout().print(table_of(by_op(found.skus), *OpCounts._fields, numbers=1))
+        new_console().print(table_of(by_op(found.skus), *OpCounts._fields, numbers=1))
         _print(found, path)
     return 1 if found.failed else 0
 
@@ -110,7 +109,7 @@ def _print_op(start: float, found: Sequence[SkuEvidence]) -> None:
     """Print one line about a finished op to standard error; logs show it where no progress bar is visible."""
     (counts,) = by_op(found)
     line = f"{perf_counter() - start:6.1f} s  {counts.op}: {_counted(found)}, {count(counts.cases, 'case')}"
-    stderr().print(line, style="bold red" if counts.failed else "dim", soft_wrap=True)
+    new_console(stderr=True).print(line, style="bold red" if counts.failed else "dim", soft_wrap=True)
 
 
 def _counted(found: Iterable[SkuEvidence]) -> str:
@@ -130,7 +129,7 @@ def _device(dispatcher: Dispatcher, name: str | None) -> Device | None:
 
 
 def _print(found: EvidenceFile, path: Path | None) -> None:
-    console = stdout()
+    console = new_console()
     for one in found.failed[:_FAILURES_SHOWN]:
         console.print()
         console.print(folded(one.sku, console.width), style="bold red")
