@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 
+import distributions
 import numpy as np
 import pytest
 from support import sampled
@@ -33,11 +34,7 @@ def install(tmp_path, monkeypatch):
 
     def make(name, code, **points):
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(code), encoding="utf-8", errors="surrogatepass")
-        info = tmp_path / f"{name}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        lines = [f"[skuda.{group}]\n{name} = {name}:{target}\n" for group, target in points.items()]
-        (info / "entry_points.txt").write_text("\n".join(lines))
+        distributions.install(tmp_path, name, **{group: {name: f"{name}:{it}"} for group, it in points.items()})
         made.append(name)
 
     yield make
@@ -45,31 +42,12 @@ def install(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-GOOD = """
-    from typing import Any, ClassVar, Literal
-    from skuda.registry import *
-
-    class TwiceDescriptor(Descriptor):
-        "Problem of `twice`."
-        op: Literal["twice"] = "twice"
-        category: ClassVar = OpCategory.UNARY_ELEMENTWISE
-        element_field: ClassVar = "element"
-        n: int
-        element: ElementKind = ElementKind.F32
-
-        signature = (ArgumentSpec("x", Role.INPUT, "element", "n"), ArgumentSpec("y", Role.OUTPUT, "element", "n"))
-
-    def reference(problem, *, x: Any, y: Any) -> None:
-        y[...] = 2 * x
+GOOD = f"""{distributions.TWICE}
+    OP = Op(TwiceDescriptor, reference, (Case(TwiceDescriptor(n=3)),), (sku("numpy", "reference"),), source="here")
+    RECORDS = [OP]
 
     def records():
-        sku = KernelSku(category="unary_elementwise", op="twice", element="f32", arch="cpu", backend="numpy",
-                        variant="reference", source=__name__, entry_point="reference",
-                        precision_guarantee={"math_precision": "f32", "accumulator": "f32"})
-        return [Op(TwiceDescriptor, reference, (Case(TwiceDescriptor(n=3)),), (sku,), source="here")]
-
-    RECORDS = records()
-    OP = RECORDS[0]
+        return RECORDS
 """
 
 

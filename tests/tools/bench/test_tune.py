@@ -13,6 +13,7 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+import distributions
 import numpy as np
 import pytest
 from paths import HELPERS
@@ -244,25 +245,9 @@ def test_only_one_backend_where_it_is_asked_for():
 
 PLUGIN = """
     import time
-    from typing import Any, ClassVar, Literal
-    import numpy as np
     from skuda.dispatch import Backend, BackendStatus
     from skuda.dispatch.backends.numpy import HostRunner
     from skuda.registry.device import HOST
-    from skuda.registry import *
-
-    class TwiceDescriptor(Descriptor):
-        "Problem of `twice`."
-        op: Literal["twice"] = "twice"
-        category: ClassVar = OpCategory.UNARY_ELEMENTWISE
-        element_field: ClassVar = "element"
-        n: int
-        element: ElementKind = ElementKind.F32
-
-        signature = (ArgumentSpec("x", Role.INPUT, "element", "n"), ArgumentSpec("y", Role.OUTPUT, "element", "n"))
-
-    def reference(problem, *, x: Any, y: Any) -> None:
-        y[...] = 2 * x
 
     def slow(problem, *, x: Any, y: Any) -> None:
         time.sleep(0.005)
@@ -279,11 +264,6 @@ PLUGIN = """
             return (HOST,)
         def prepare(self, sku, problem, device):  # as before there were configurations
             return HostRunner(problem, globals()[sku.entry_point])
-
-    def sku(backend, entry_point):
-        return KernelSku(category="unary_elementwise", op="twice", element="f32", arch="cpu", backend=backend,
-                         variant=entry_point, source=__name__, entry_point=entry_point,
-                         precision_guarantee={"math_precision": "f32", "accumulator": "f32"})
 
     KERNELS = [Op(TwiceDescriptor, reference, (Case(TwiceDescriptor(n=3)),),
                   (sku("odd", "slow"), sku("odd", "wrong"), sku("numpy", "reference")), source="here")]
@@ -306,12 +286,9 @@ def install(tmp_path, monkeypatch):
     monkeypatch.chdir(work)
 
     def make():
-        info = tmp_path / "site" / "odd_package-1.0.dist-info"
-        info.mkdir(parents=True)
-        (tmp_path / "site" / "odd_package.py").write_text(textwrap.dedent(PLUGIN))
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd_package\nVersion: 1.0\n")
-        points = "[skuda.backends]\nodd = odd_package:Odd\n\n[skuda.kernels]\nodd = odd_package:KERNELS\n"
-        (info / "entry_points.txt").write_text(points)
+        points = {"backends": {"odd": "odd_package:Odd"}, "kernels": {"odd": "odd_package:KERNELS"}}
+        distributions.install(tmp_path / "site", "odd_package", **points)
+        (tmp_path / "site" / "odd_package.py").write_text(textwrap.dedent(distributions.TWICE + PLUGIN))
 
     yield make
     sys.modules.pop("odd_package", None)
