@@ -211,7 +211,10 @@ def check_threads(trial: Trial) -> None:
     sys.setswitchinterval(_SWITCH)
     try:
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(work, range(_THREADS)))
+            try:
+                list(pool.map(work, range(_THREADS)))
+            finally:
+                together.abort()  # an interrupt leaves threads that wait for ones that were never started
     finally:
         sys.setswitchinterval(interval)
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 import textwrap
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import distributions
 import pytest
 from halved import OP, HalvedDescriptor, ToyBackend, toy
+from interrupts import elsewhere
 from paths import ROOT
 from toykernels import scaled
 
@@ -120,6 +124,23 @@ def test_wrong_source_or_parameters_fail_without_a_gpu(tmp_path, changes, words)
     found = failing(Trial(sku, dispatcher, HOST, HostPlacement(), Examples(op, 7)), "compiles")
     assert set(found) == ({"compiles"} if words else set())
     assert words in found.get("compiles", "")
+
+
+def test_an_interrupt_while_threads_start_ends_those_that_wait(monkeypatch):
+    first, barrier = iter([ThreadPoolExecutor.submit]), threading.Barrier
+
+    def submit(*given):
+        for begin in first:
+            return begin(*given)
+        raise KeyboardInterrupt
+
+    def interrupted():
+        with pytest.raises(KeyboardInterrupt):
+            checks.check_threads(trial_of(toy("reference")))
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(threading, "Barrier", lambda parties: barrier(parties, timeout=20))
+    elsewhere(interrupted, 10)
 
 
 def one_too_few(problem, device):
@@ -297,41 +318,21 @@ class TestToys(Conformance):
         registry = Registry([OP], origin="elsewhere 1.0").register(ToyBackend.spec, *skus, origin="toys 1.0")
         return Dispatcher(registry, backends=[ToyBackend(), NumpyBackend()])
 """
-PLUGIN = """
-[skuda.kernels]
-fine = {module}:{name}
-[skuda.backends]
-mine = {module}:{kind}
-"""
 
 
 @pytest.mark.parametrize(
-    ("code", "points", "check", "words"),
+    ("code", "records", "kind", "check", "words"),
     [
-        (
-            "import numba",
-            {},
-            "test_loading_imports_nothing_heavy",
-            "loading its plug-ins imports numba; import them wher",
-        ),
-        (
-            "raise RuntimeError('boom')",
-            {},
-            "test_package_is_loaded",
-            "toy-plugin 1.0 (skuda.kernels) is set aside: *boom",
-        ),
-        ("", {"name": "record"}, "test_package_is_loaded", "*has no attribute 'record'*"),
-        ("", {"kind": "Plain"}, "test_package_is_loaded", "*must construct a skuda.dispatch.Backend whose*"),
+        ("import numba", "records", "Mine", "test_loading_imports_nothing_heavy", "imports numba; import them wher"),
+        ("raise OSError('boom')", "records", "Mine", "test_package_is_loaded", "toy-plugin 1.0 (skuda.kernels)*:*boom"),
+        ("", "record", "Mine", "test_package_is_loaded", "has no attribute 'record'"),
+        ("", "records", "Plain", "test_package_is_loaded", "must construct a skuda.dispatch.Backend whose"),
     ],
 )
-def test_a_package_that_is_heavy_or_broken_gets_advice(pytester, monkeypatch, code, points, check, words):
-    module = f"toy_plugin_{abs(hash((code, *points)))}"
-    info = pytester.path / "toy_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        PLUGIN.format(**{"module": module, "name": "records", "kind": "Mine", **points})
-    )
+def test_a_package_that_is_heavy_or_broken_gets_advice(pytester, monkeypatch, code, records, kind, check, words):
+    module = f"toy_plugin_{abs(hash((code, records, kind)))}"
+    points = {"kernels": {"fine": f"{module}:{records}"}, "backends": {"mine": f"{module}:{kind}"}}
+    distributions.install(pytester.path, "toy-plugin", **points)
     pytester.makepyfile(numba="")
     rest = "from halved import OP, ToyBackend, toy\nrecords = [OP, toy('wrong_at_one_place')]"
     pytester.makepyfile(**{module: f"{code}\n{rest}\nclass Mine(ToyBackend): pass\nclass Plain: pass"})
@@ -382,11 +383,7 @@ def test_the_recipe_for_a_kernel_passes_as_it_is_written(pytester, monkeypatch):
     for name, code in blocks.items():
         (pytester.path / name).write_text(code)
     project = tomllib.loads(blocks["pyproject.toml"])["project"]
-    info = pytester.path / "skuda_fast-1.0.dist-info"  # as an editable installation makes it
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
-    points = project["entry-points"]["skuda.kernels"]
-    (info / "entry_points.txt").write_text("[skuda.kernels]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
+    distributions.install(pytester.path, project["name"], kernels=project["entry-points"]["skuda.kernels"])
     monkeypatch.syspath_prepend(str(pytester.path))
     ran = pytester.runpytest_inprocess("test_fast.py", "-p", "no:cacheprovider")
     ran.assert_outcomes(passed=13, skipped=6)
