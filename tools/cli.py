@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import FrameType
+from types import SimpleNamespace
 from typing import TextIO
 
 _NO, _BAD_INPUT, _DEFECT, _INTERRUPTED = 1, 2, 70, 130
@@ -40,54 +40,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error says what is wrong. In Python's development mode (``python -X dev -m skuda``), a defect is raised.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    with _interrupts() as came:
+    with _interrupts() as interrupts:
         try:
-            status = _run(given, came)
+            status = _run(given, interrupts)
         except BaseException:
-            if not came:
+            if not interrupts.came:
                 raise
-    return _INTERRUPTED if came else status
+    return _INTERRUPTED if interrupts.came else status
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Note the interrupts that come, because other code may drop one, or turn it into an error of its own.
+def _interrupts() -> Iterator[SimpleNamespace]:
+    """Note whether interrupts `came`, and while they are `repeated`, send one again that other code drops.
 
-    NumPy's modules print it and fail to import; pydantic's core fails to serialize. Python drops what a finalizer
-    raises, so that interrupt is sent again.
+    NumPy's modules print it and fail to import, pydantic's core makes it an error of serializing, and Python goes on
+    after a finalizer that raises it.
     """
-    came: list[int] = []
-    handler, uncaught, unraised = signal.getsignal(signal.SIGINT), sys.excepthook, sys.unraisablehook
+    found, handler = SimpleNamespace(came=False, repeated=True), signal.getsignal(signal.SIGINT)
+    uncaught, unraised = sys.excepthook, sys.unraisablehook
 
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.default_int_handler(number, frame)
+    class Interrupt(KeyboardInterrupt):
+        def __del__(self) -> None:
+            if found.repeated:
+                _thread.start_new_thread(again, ())
 
     def again() -> None:
-        time.sleep(0.05)  # the finalizer has ended by then
-        if sys.unraisablehook is unraisable:
+        time.sleep(0.05)  # what dropped it, and would drop the next one, has ended by then
+        if found.repeated:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def unraisable(dropped: sys.UnraisableHookArgs) -> None:
-        if came and isinstance(dropped.exc_value, KeyboardInterrupt):
-            _thread.start_new_thread(again, ())
-        else:
-            unraised(dropped)
+    def note(*_: object) -> None:
+        found.came = True
+        raise Interrupt
 
-    noted = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if noted:
+    is_ours = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_ours:
         signal.signal(signal.SIGINT, note)
-    sys.excepthook = lambda *error: None if came else uncaught(*error)
-    sys.unraisablehook = unraisable
+    sys.excepthook = lambda *error: None if found.came else uncaught(*error)
+    sys.unraisablehook = lambda dropped: None if isinstance(dropped.exc_value, Interrupt) else unraised(dropped)
     try:
-        yield came
+        yield found
     finally:
+        found.repeated = False
         sys.excepthook, sys.unraisablehook = uncaught, unraised
-        if noted:
+        if is_ours:
             signal.signal(signal.SIGINT, handler)
 
 
-def _run(given: list[str], interrupts: list[int]) -> int:
+def _run(given: list[str], interrupts: SimpleNamespace) -> int:
     """Run the command line, say what went wrong unless that was an interrupt, and return the exit status."""
     error: Exception | None = None
     status = 0
@@ -103,6 +103,7 @@ def _run(given: list[str], interrupts: list[int]) -> int:
     except Exception as raised:  # noqa: BLE001  every error is reported
         error = raised
     finally:
+        interrupts.repeated = False
         # Where the reader has closed the pipe, typer replaces both.
         sys.stdout, sys.stderr = streams
     lost = _flush(sys.stdout)
@@ -110,7 +111,7 @@ def _run(given: list[str], interrupts: list[int]) -> int:
         status = _NO
     elif lost is not None and isinstance(error, OSError | None):
         status = _fail(_system(OSError(lost.errno, lost.strerror, "standard output")))
-    elif error is not None and not interrupts:
+    elif error is not None and not interrupts.came:
         status = _reported(error, given)
     _flush(sys.stderr)
     return status

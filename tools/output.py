@@ -62,14 +62,7 @@ def plain_table(*headings: str, indent: int = 0, numbers: int | None = None) -> 
     """
     from rich.table import Table
 
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        show_header=bool(headings),
-        header_style="dim",
-        title_justify="left",
-    )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=bool(headings), header_style="dim")
     if indent:
         # The padding adds one more blank.
         table.add_column("", width=indent - 1)

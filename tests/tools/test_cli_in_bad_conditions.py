@@ -164,21 +164,31 @@ def test_an_interrupt_is_one_from_the_start(folder, number):
 
 
 DROPPED = """
-import signal, sys, threading, time, weakref
+import signal, sys, threading, time, typing, weakref, pydantic
 from skuda.tools import cli
+def interrupt(_): signal.raise_signal(signal.SIGINT)
 def command(words):
-    for finalizer in (lambda: 1 / 0), (lambda: signal.raise_signal(signal.SIGINT)):
-        weakref.ref(threading.Event(), lambda _: finalizer())
+    weakref.ref(threading.Event(), lambda _: 1 / 0)
+    try:
+        if sys.argv[1] == "finalizer":
+            weakref.ref(threading.Event(), interrupt)
+        else:
+            pydantic.TypeAdapter(typing.Annotated[int, pydantic.PlainSerializer(interrupt)]).dump_json(1)
+    except Exception as error:
+        sys.stderr.write(f"{error!r}")
     time.sleep(60)
 cli._called = command
 sys.exit(cli.main([]))
 """
 
 
-def test_an_interrupt_in_a_finalizer_is_not_dropped():
-    done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=50, check=False)
+@pytest.mark.parametrize("dropper", ["finalizer", "serializer"])
+def test_an_interrupt_is_not_dropped(dropper):
+    command = [sys.executable, "-c", DROPPED, dropper]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 130
     assert done.stderr.count("Traceback") == done.stderr.count("ZeroDivisionError") == 1
+    assert ("SerializationError" in done.stderr) is (dropper == "serializer")
 
 
 # ------------------------------------------------------------------------------------------------- terminals and words
