@@ -36,7 +36,7 @@ demo-lm: $(VENV)/.transformers  ## a trained language model in int8 and int4 aga
 test: $(VENV)/.test  ## the tests, a fresh sample of those that there are for every kernel and element
 	$(PYTEST) -m "not full"
 
-test-all: $(VENV)/.test  ## every test there is
+test-all: $(VENV)/.test $(VENV)/.model  ## every test there is
 	$(PYTEST)
 
 faults: $(VENV)/.test  ## wrong edits of kernels, planted and drawn, one at a time: a test must notice each planted one
