@@ -318,15 +318,16 @@ class TestToys(Conformance):
         registry = Registry([OP], origin="elsewhere 1.0").register(ToyBackend.spec, *skus, origin="toys 1.0")
         return Dispatcher(registry, backends=[ToyBackend(), NumpyBackend()])
 """
+HEAVY, LOADED = "test_loading_imports_nothing_heavy", "test_package_is_loaded"
 
 
 @pytest.mark.parametrize(
     ("code", "records", "kind", "check", "words"),
     [
-        ("import numba", "records", "Mine", "test_loading_imports_nothing_heavy", "imports numba; import them wher"),
-        ("raise OSError('boom')", "records", "Mine", "test_package_is_loaded", "toy-plugin 1.0 (skuda.kernels)*:*boom"),
-        ("", "record", "Mine", "test_package_is_loaded", "has no attribute 'record'"),
-        ("", "records", "Plain", "test_package_is_loaded", "must construct a skuda.dispatch.Backend whose"),
+        ("import numba", "records", "Mine", HEAVY, "loading its plug-ins imports numba; import them wher"),
+        ("raise RuntimeError('boom')", "records", "Mine", LOADED, "toy-plugin 1.0 (skuda.kernels) is set aside: *boom"),
+        ("", "record", "Mine", LOADED, "has no attribute 'record'"),
+        ("", "records", "Plain", LOADED, "must construct a skuda.dispatch.Backend whose"),
     ],
 )
 def test_a_package_that_is_heavy_or_broken_gets_advice(pytester, monkeypatch, code, records, kind, check, words):
