@@ -14,8 +14,9 @@ _SIZES = {
     r".*(intermediate|ffn|inner|feed_forward|mlp).*(size|dim)|n_inner|d_ff|d_inner": 64,
     r"head_dim|d_kv|.*_head_dim|head_size|attention_head_size": 32,
     r".*vocab_size.*": 80,
-    r"(num|n)_.*experts": 4,
-    r"num_experts_per_tok|(moe_)?top_?k|moe_k|n_group|topk_group|first_k_dense_replace": 1,
+    r"(moe_)?(num|n)_.*experts|num_experts_per_tok|(moe_)?top_?k|moe_k": 4,  # all: a choice can turn on rounding
+    r"n_group|topk_group|first_k_dense_replace": 1,
+    r"attention_multiplier": 32**-0.5,
     r"image_size": 32,
     r"patch_size": 8,
     r".*_token_(id|index)": 1,
@@ -53,7 +54,8 @@ def small_model(name, seed):
     model = kind(config).float().eval()
     for key, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(std=1.0 if "emb" in key else 1.5 * parameter[0].numel() ** -0.5)
+            table = "emb" in key and "mapping" not in key
+            parameter.data.normal_(std=1.0 if table else 1.5 * parameter[0].numel() ** -0.5)
     return model
 
 

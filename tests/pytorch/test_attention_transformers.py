@@ -24,10 +24,12 @@ from skuda.torch.attention.rope_attention import FusedRopeAttention
 TURNED = "q, k and v are one product, one op does norms, rope and the cache"
 
 
-def small(family, rng, name=NAME, **more):
-    """Return a small decoder whose linear layers are int8, except for the head."""
+def small(family, rng, name=NAME, *, fused=False, **more):
+    """Return a small decoder whose linear layers are int8, except for the head; fused, if asked."""
     model = decoders.small(family, rng, name, **more)
     quantize_(model, Dynamic(), lambda _, name: name != "lm_head")
+    if fused:
+        fuse_(model)
     return model
 
 
@@ -62,9 +64,7 @@ def test_a_prompt_gives_the_same_bits_in_every_way(family, fused):
 @torch.no_grad()
 def test_generate_takes_the_cache_greedily_and_with_guesses_and_beams(fused):
     rng = fresh("generate", fused)
-    model = small("Llama", rng)
-    if fused:
-        fuse_(model)
+    model = small("Llama", rng, fused=fused)
     ids, mask, _ = padded(rng, [9, 6])
     named = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 6}
 
@@ -85,9 +85,7 @@ def test_generate_takes_the_cache_greedily_and_with_guesses_and_beams(fused):
 @torch.no_grad()
 def test_a_step_with_a_fixed_cache_is_one_graph(family, fused):
     rng = fresh("compiled", family, fused)
-    model = small(family, rng)
-    if fused:
-        fuse_(model)
+    model = small(family, rng, fused=fused)
     ids, mask, positions = padded(rng, [12, 9])
     given = {"attention_mask": mask, "position_ids": positions}
     whole = states(model, ids, **given)
@@ -113,9 +111,7 @@ def test_a_step_with_a_fixed_cache_is_one_graph(family, fused):
 @torch.no_grad()
 def test_a_call_without_a_cache_is_one_graph_if_it_has_a_mask(fused):
     rng = fresh("graph", fused)
-    model = small("Mistral", rng)
-    if fused:
-        fuse_(model)
+    model = small("Mistral", rng, fused=fused)
     ids, mask, positions = padded(rng, [12, 9])
     given = {"attention_mask": mask, "position_ids": positions}
     torch._dynamo.reset()
@@ -168,9 +164,7 @@ REFUSED = {
 @torch.no_grad()
 def test_what_it_cannot_do_is_refused_by_name(kind, fused):
     rng = fresh("refused", kind, fused)
-    model = small("Llama", rng)
-    if fused:
-        fuse_(model)
+    model = small("Llama", rng, fused=fused)
     given, match = REFUSED[kind]
     ids = torch.from_numpy(rng.integers(1, 64, (1, 6)))
     if CACHE in given:
@@ -185,9 +179,7 @@ def test_what_it_cannot_do_is_refused_by_name(kind, fused):
 @pytest.mark.parametrize("fused", [False, True])
 def test_models_and_modes_that_it_does_not_serve_are_refused_by_name(fused):
     rng = fresh("modes", fused)
-    model = small("Llama", rng, attention_dropout=0.5)
-    if fused:
-        fuse_(model)
+    model = small("Llama", rng, attention_dropout=0.5, fused=fused)
     ids = torch.from_numpy(rng.integers(1, 64, (1, 6)))
     with pytest.raises(InvalidProblem, match=r"under torch.no_grad\(\)"):
         states(model, ids)
@@ -198,8 +190,8 @@ def test_models_and_modes_that_it_does_not_serve_are_refused_by_name(fused):
         model.config.sliding_window = 5
         with pytest.raises(InvalidProblem, match="sliding_window must be 5, as in the model's config"):
             states(model, ids)
-        wide = small("Llama", rng, head_dim=48)
-        with pytest.raises(InvalidProblem, match="head_size must be one of 32, 64, 128"):
+        wide = small("Llama", rng, head_dim=48, fused=fused)
+        with pytest.raises(InvalidProblem, match=r"in a \w*Attention: head_size must be one of 32, 64, 128"):
             states(wide, ids)
         encoder = transformers.BartConfig(d_model=64, encoder_layers=1, decoder_layers=1, attn_implementation=NAME)
         with pytest.raises(InvalidProblem, match="be no encoder-decoder"):

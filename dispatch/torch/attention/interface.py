@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
+from skuda.kernels.attention.cache import HEAD_SIZES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.attention.handed import Handed
@@ -236,8 +237,8 @@ def attention(
     InvalidProblem
         For what it cannot do.
     """
-    causal = check_call(module, value, attention_mask, dropout, sliding_window, is_causal, others)
     new, size = query.shape[2:]
+    causal = check_call(module, size, value, attention_mask, dropout, sliding_window, is_causal, others)
     cache, number, states = (key.cache, key.layer, key.states) if isinstance(key, NewKeys) else (None, 0, key)
     if states.shape[2] != new:
         had = f"{states.shape[2]} for {new} queries"
@@ -315,6 +316,7 @@ def _picked(states: Tensor, order: Tensor, axis: int) -> Tensor:
 
 def check_call(
     module: nn.Module,
+    size: int,
     value: Tensor,
     mask: Mask | None,
     dropout: float,
@@ -322,7 +324,7 @@ def check_call(
     is_causal: Any,
     others: dict[str, Any],
 ) -> bool:
-    """Return whether a call is causal; arguments and errors as in `attention`."""
+    """Return whether a call with heads of a size is causal; arguments and errors as in `attention`."""
     config = getattr(module, "config", None)
     if torch.is_grad_enabled() and value.requires_grad:
         rule = "be computed under torch.no_grad(): int8 attention has no gradient; train with another implementation"
@@ -343,7 +345,7 @@ def check_call(
         had = f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}"
         rule = "be one of two axes, (batch, tokens), with ones and zeros, or left out"
         raise InvalidProblem(_in(module), "attention_mask", had, rule)
-    _check_window(module, config, window)
+    _check_sizes(module, config, size, window)
     if mask is not None:
         if mask.window != window:
             rule = f"be {mask.window}, as in the model's mask; it does not understand this model"
@@ -355,15 +357,18 @@ def check_call(
     return bool(causal)
 
 
-def _check_window(module: nn.Module, config: Any, given: int | None) -> None:
-    """Check that a module asks for the window of its config: masks do not say it."""
+def _check_sizes(module: nn.Module, config: Any, size: int, window: int | None) -> None:
+    """Check the size of heads, and that a module asks for the window of its config: masks do not say it."""
+    if size not in HEAD_SIZES:
+        rule = f"be one of {', '.join(map(str, HEAD_SIZES))}: others have no int8 kernel"
+        raise InvalidProblem(_in(module), "head_size", str(size), rule)
     wanted = getattr(config, "sliding_window", None)
     types, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if types is not None and number is not None and types[number] != "sliding_attention":
         wanted = None
-    if given != wanted:
+    if window != wanted:
         rule = f"be {wanted}, as in the model's config; it does not understand this model"
-        raise InvalidProblem(_in(module), "sliding_window", str(given), rule)
+        raise InvalidProblem(_in(module), "sliding_window", str(window), rule)
 
 
 def _stranger(model: type[PreTrainedModel]) -> str | None:

@@ -180,7 +180,7 @@ class FusedRopeAttention(FusedAttention):
         alone = cache is None or not cache.layers[self.layer_idx].is_initialized
         recorded = self.trains and alone and torch.is_grad_enabled() and heads[2].requires_grad
         with torch.no_grad() if recorded else nullcontext():
-            interface.check_call(self, heads[2], mask, dropout, window, causal, given)
+            interface.check_call(self, self.head_dim, heads[2], mask, dropout, window, causal, given)
             found = self.attend(heads, cache, mask, ids, window)
         if recorded:
             found = self.with_gradient(found, heads, cos_sin, mask, window)
