@@ -1,11 +1,12 @@
 """The layout: each part imports only parts before it."""
 
 import ast
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 
 import pytest
-from paths import ROOT
+from paths import ROOT, TESTS
 
 FOLDERS = ("registry", "kernels", "dispatch", "tools")
 ORDER = (
@@ -158,3 +159,8 @@ def test_every_part_has_its_place():
 
 def test_no_module_imports_itself_by_way_of_others():
     list(TopologicalSorter(imports()).static_order())
+
+
+def test_no_two_test_files_have_one_name():
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, files in names.items() if files > 1] == []  # pytest would refuse to collect the second
