@@ -236,6 +236,10 @@ void skuda_wait_warp(unsigned mask) {
   }
 }
 
+__attribute__((destructor)) static void unmap() {
+  if (stacks) munmap(stacks, SKUDA_FIBRES * STACK);
+}
+
 const char* skuda_run(const Geometry& geometry, unsigned cluster, void (*thread)(const void*), const void* argument) {
   gridDim = geometry.grid, blockDim = geometry.block;
   const unsigned long long threads = 1ull * blockDim.x * blockDim.y * blockDim.z;

@@ -8,6 +8,7 @@ emulators translate PTX or need LLVM builds. The kernels need few enough words t
 
 from __future__ import annotations
 
+import _ctypes
 import contextlib
 import ctypes
 import hashlib
@@ -19,9 +20,10 @@ import shutil
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import platformdirs
@@ -105,7 +107,7 @@ def write_headers(unit: Unit, folder: Path) -> None:
 # --- building --------------------------------------------------------------------------------------------------------
 
 
-@cache
+@lru_cache(50)  # a unit that has run holds 20 MB, and there are thousands
 def load(unit: Unit) -> Library:
     """Return the unit, compiled where the same content was not compiled before."""
     return Library(_library_path(unit))
@@ -236,6 +238,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
+        weakref.finalize(self, _ctypes.dlclose, self._library._handle)
 
     def signature(self, entry: str) -> str:
         """Return one letter per parameter: p pointer, i and l integers, f and d floating, m tensor map."""
