@@ -201,12 +201,14 @@ template <bool OCTETS> DEVICE f32 factor_of(const Append& p, const Own& own, con
 #pragma unroll
   for (int j = 0; j < OCTET; ++j) e[j] = mul_rn(h[j], h[j]);
   const u32 pairs = OCTETS && !p.interleaved ? (u32)p.rotated / (2 * OCTET) : 0;  // of threads that split two octets
-  if (pairs > 0) {
-    const bool odd = own.lane & 1, split = own.lane < 2 * pairs;
+  if constexpr (OCTETS) {
+    if (pairs > 0) {
+      const bool odd = own.lane & 1, split = own.lane < 2 * pairs;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const f32 given = __shfl_xor_sync(ALL, odd ? e[j] : e[j + 4], 1);
-      e[j] = split && odd ? given : e[j], e[j + 4] = split && !odd ? given : e[j + 4];
+      for (int j = 0; j < 4; ++j) {
+        const f32 given = __shfl_xor_sync(ALL, odd ? e[j] : e[j + 4], 1);
+        e[j] = split && odd ? given : e[j], e[j + 4] = split && !odd ? given : e[j + 4];
+      }
     }
   }
 #pragma unroll
@@ -215,9 +217,11 @@ template <bool OCTETS> DEVICE f32 factor_of(const Append& p, const Own& own, con
     for (int j = 0; j < half; ++j) e[j] = e[j] + e[j + half];
   }
   f32 sum = e[0];
-  if (pairs > 0) {  // the even ones have the first octets
-    const u32 at = own.lane < pairs ? 2 * own.lane : own.lane < 2 * pairs ? 2 * (own.lane - pairs) + 1 : own.lane;
-    sum = __shfl_sync(ALL, sum, (s32)(threadIdx.x % 32 - own.lane + at));
+  if constexpr (OCTETS) {
+    if (pairs > 0) {  // the even ones have the first octets
+      const u32 at = own.lane < pairs ? 2 * own.lane : own.lane < 2 * pairs ? 2 * (own.lane - pairs) + 1 : own.lane;
+      sum = __shfl_sync(ALL, sum, (s32)(threadIdx.x % 32 - own.lane + at));
+    }
   }
 #pragma unroll
   for (u32 half = MOST_LANES / 2; half > 0; half /= 2) {
