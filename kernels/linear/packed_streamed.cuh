@@ -204,7 +204,7 @@ DEVICE void streamed_packed_linear(const TensorMap& a_map, const Rows& rows, con
   griddepcontrol_wait();
   Loaded<Rows>{&a_map, rows}.prepare(nullptr, act_scales, token0, p.m, k, 0, 0, false);
   quantizers_sync();
-  Segment<f32> codes;
+  Segment<f32> codes{};  // `per_unit` reads it whatever the output is
   if (CodeRange<SKUDA_OUT>::max != 0) codes = p.codes(CodeRange<SKUDA_OUT>::min, CodeRange<SKUDA_OUT>::max);
   for (u32 tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
     const s64 row0 = (s64)tile * units * 16, row_end = row0 + units * 16 < p.n ? row0 + units * 16 : p.n;
