@@ -102,8 +102,8 @@ FAULTS = {
 def test_a_planted_fault_is_found_by_layer_op_and_row(fault, monkeypatch):
     rng = fresh(fault)
     module, name, change, op, length = FAULTS[fault]
-    for _ in range(6):  # codes hide the fault in one model of some twenty, whatever the prompt
-        model = exact(rng, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    for _ in range(6):  # codes may hide a fault: in every other model, if weights are small and so scores alike
+        model = exact(rng, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2)
         given, seed = prompts(rng, length), int(rng.integers(1 << 30))
         assert certify(model, given, batch=2, compiler="", seed=seed).ok
         with monkeypatch.context() as planted:
